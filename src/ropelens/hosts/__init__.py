@@ -1,0 +1,50 @@
+"""Hosts: the only code that knows a model library."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ropelens.hosts.base import Hook, Host
+from ropelens.hosts.bridge import BridgeHost
+from ropelens.hosts.certify import certify, state_of
+from ropelens.hosts.hooked import HookedHost
+from ropelens.hosts.layer import Certificate, LayerSpec
+
+__all__ = ["Certificate", "Hook", "Host", "LayerSpec", "host_of"]
+
+# A certificate lives as long as its model and holds no reference to it.
+_certificates: weakref.WeakKeyDictionary[Any, tuple[int, Certificate]] = weakref.WeakKeyDictionary()
+
+
+def host_of(model: Any) -> Host:
+    """Returns the certified host of a model.
+
+    The first call runs two short forward passes to check what the model claims; later calls reuse
+    the certificate until weights or settings change.
+
+    Args:
+        model: A HookedTransformer or a TransformerBridge.
+
+    Raises:
+        ValueError: If the model is of another kind, or one of its layers cannot be rebuilt.
+    """
+    # By name: transformer-lens 4 has no HookedTransformer to compare with, and importing it is slow.
+    kinds = {base.__name__ for base in type(model).__mro__}
+    host: Host
+    if "HookedTransformer" in kinds:
+        host = HookedHost(model)
+    elif "TransformerBridge" in kinds:
+        host = BridgeHost(model)
+    else:
+        raise ValueError(
+            f"expected a HookedTransformer or a TransformerBridge, got {type(model).__name__}: load one "
+            "with ropelens.load, or wrap a transformers model with TransformerBridge.boot_transformers"
+        )
+    state = state_of(host)
+    known = _certificates.get(model)
+    if known is None or known[0] != state:
+        known = (state, certify(host))
+        _certificates[model] = known
+    host.certificate = known[1]
+    return host

@@ -1,0 +1,111 @@
+"""TransformerBridge (transformer-lens 3.9 and 4.x) as a host.
+
+The bridge's own cfg is not asked about rotation, scale or windows: it shows defaults where the model
+differs. The wrapped transformers module and the tensors that pass through the hooks are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from ropelens.bands import pair_dims
+from ropelens.hosts.base import Host
+from ropelens.hosts.layer import LayerClaim, Rotation
+
+
+class BridgeHost(Host):
+    """Reads a TransformerBridge from the transformers model inside it."""
+
+    kind = "TransformerBridge"
+
+    @property
+    def config(self) -> Any:
+        config = self.model.original_model.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.model.blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def embedding(self) -> Float[Tensor, "token d_model"]:
+        return self.model.original_model.get_input_embeddings().weight
+
+    def claim(self, layer: int) -> LayerClaim:
+        attn = getattr(self.model.blocks[layer], "attn", None)
+        module = getattr(attn, "original_component", None)
+        if module is None:
+            raise ValueError(f"layer {layer} has no attention that TransformerBridge takes apart")
+        scale = getattr(module, "scaling", None)
+        if scale is None:
+            d_head = getattr(module, "head_dim", None) or self.model.cfg.d_head
+            scale = d_head**-0.5
+        sinks = getattr(module, "sinks", None)
+        return LayerClaim(
+            scale=float(scale),
+            softcap=getattr(module, "attn_logit_softcapping", None),
+            window=self._window(layer),
+            sinks=sinks.detach() if isinstance(sinks, Tensor) else None,
+        )
+
+    def _window(self, layer: int) -> int | None:
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return window if kinds[layer] == "sliding_attention" else None
+        return window if getattr(self.config, "use_sliding_window", True) else None
+
+    def rotary_points(self, layer: int) -> tuple[str, ...]:
+        stem = f"blocks.{layer}.attn."
+        return tuple(n for n in (stem + "hook_cos", stem + "hook_sin") if n in self.model.hook_dict)
+
+    def rotations(self, layer: int, d_head: int, seen: dict[str, Tensor]) -> list[Rotation]:
+        stem = f"blocks.{layer}.attn."
+        if stem + "hook_cos" not in seen:
+            return []
+        cos, sin = seen[stem + "hook_cos"][0, 1].double(), seen[stem + "hook_sin"][0, 1].double()
+        angle, width = torch.atan2(sin, cos).cpu(), cos.shape[-1]
+        amplitude = float(torch.hypot(sin, cos).mean())
+        # How the table repeats each angle does not say how the dims are paired (GLM repeats by halves
+        # and pairs neighbours), so both pairings are offered, and both widths that a table without
+        # repeats may mean. Which of them the queries went through is measured.
+        ladders = []
+        if width % 2 == 0:
+            if torch.equal(angle[: width // 2], angle[width // 2 :]):
+                ladders.append(angle[: width // 2])
+            if torch.equal(angle[0::2], angle[1::2]) and width > 2:
+                ladders.append(angle[0::2])
+        if 2 * width <= d_head:
+            ladders.append(angle)
+        return [
+            Rotation(self._exact(ladder), pair_dims(2 * len(ladder), adjacent), amplitude)
+            for ladder in ladders
+            for adjacent in (False, True)
+        ]
+
+    def _exact(self, ladder: Float[Tensor, "band"]) -> Float[Tensor, "band"]:
+        """Returns the model's own frequency buffer where one agrees with the angles seen."""
+        for name, buffer in self.model.original_model.named_buffers():
+            if name.endswith("inv_freq") and buffer.shape == ladder.shape:
+                exact = buffer.detach().double().cpu()
+                if torch.allclose(exact, ladder, rtol=2e-6, atol=0):
+                    return exact
+        return ladder
+
+    def run(
+        self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
+    ) -> Float[Tensor, "batch pos token"] | None:
+        extra = {} if mask is None else {"attention_mask": mask.long()}
+        return self.model(ids, return_type="logits" if logits else None, **extra)

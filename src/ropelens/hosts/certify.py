@@ -1,0 +1,205 @@
+"""Self-certification: a host's claims about a model, checked against the model's own numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ropelens.bands import Bands
+from ropelens.hosts.base import Host
+from ropelens.hosts.layer import Certificate, LayerClaim, LayerSpec, Rotation
+
+PROBE = 24  # tokens a sequence: enough to tell any two layouts apart, cheap on any model
+LONGEST_PROBE = 160  # windows up to about this length are crossed by the probe itself
+
+
+def certify(host: Host) -> Certificate:
+    """Checks every layer of a model and returns what was confirmed.
+
+    Two short forward passes. One repeats a single token: its queries are then the same at every
+    position before the rotation, so the rotated ones show the rotation itself. The other is of random
+    tokens: its scores must be rebuilt from queries, keys, scale, head map, softcap and mask.
+
+    Raises:
+        ValueError: Naming the first layer that is not what the host says, or that has no rotation
+            anywhere to read.
+    """
+    for layer in range(host.n_layers):
+        host.require_points(layer)
+    claims = [host.claim(layer) for layer in range(host.n_layers)]
+    length = max([PROBE, *(c.window + 8 for c in claims if c.window and c.window + 8 <= LONGEST_PROBE)])
+    length = min(length, host.context or length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(host.vocab_size, (2, length), generator=generator)
+    with torch.no_grad(), host.alone():
+        same = _capture(host, tokens[:1, :1].expand(1, PROBE).contiguous())
+        varied = _capture(host, tokens)
+    specs = [_certify_layer(host, layer, claims[layer], same, varied) for layer in range(host.n_layers)]
+    if all(len(spec.rotation.inv_freq) == 0 for spec in specs):
+        raise ValueError(
+            f"this {host.kind} has no rotary position embedding in any layer: "
+            "ropelens needs a model with RoPE"
+        )
+    bands = Bands.stack(
+        [
+            (s.rotation.inv_freq, s.rotation.pairs, s.d_head - s.rotation.pairs.numel(), s.rotation.amplitude)
+            for s in specs
+        ]
+    )
+    return Certificate(tuple(specs), bands, _fingerprint(host, specs, varied))
+
+
+def state_of(host: Host) -> int:
+    """Returns a number that changes when the model's tensors or what it claims change."""
+    tensors = [*_module(host).parameters(), *_module(host).buffers()]
+    state: list[Any] = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+    for layer in range(host.n_layers):
+        host.require_points(layer)
+        claim = host.claim(layer)
+        state.append((claim.scale, claim.softcap, claim.window))
+    return hash(tuple(state))
+
+
+def _module(host: Host) -> torch.nn.Module:
+    return getattr(host.model, "original_model", host.model)
+
+
+def _capture(host: Host, ids: Int64[Tensor, "batch pos"]) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+
+    def keep(value: Tensor, hook: Any) -> None:
+        # First one wins: generation and shared layers may fire a point more than once.
+        seen.setdefault(hook.name, value.detach().clone())
+
+    names = [n for layer in range(host.n_layers) for n in (*host.points(layer), *host.rotary_points(layer))]
+    with host.attached([(name, keep) for name in names]):
+        host.run(ids.to(host.device), None, logits=False)
+    for layer in range(host.n_layers):
+        for name in host.points(layer):
+            if name not in seen:
+                raise ValueError(
+                    f"hook point {name!r} never fires in this model: {host.kind} lists it but runs the "
+                    f"attention of layer {layer} elsewhere, so its bands cannot be read"
+                )
+    return seen
+
+
+def _certify_layer(
+    host: Host, layer: int, claim: LayerClaim, same: dict[str, Tensor], varied: dict[str, Tensor]
+) -> LayerSpec:
+    q_name, k_name, score_name = host.points(layer)
+    q, k, scores = varied[q_name], varied[k_name], varied[score_name]
+    if q.ndim != 4 or k.ndim != 4 or q.shape[-1] != k.shape[-1] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"layer {layer}: queries {list(q.shape)} and keys {list(k.shape)} do not form "
+            "[batch, pos, head, d_head] with a whole number of query heads per key head"
+        )
+    d_head = q.shape[-1]
+    rotation = _find_rotation(layer, same[q_name], host.rotations(layer, d_head, same))
+    visible = scores > torch.finfo(scores.dtype).min / 2
+    expected = visible_keys(scores.shape[-1], claim.window, scores.device)
+    if not torch.equal(visible, expected.expand_as(visible)):
+        raise ValueError(
+            f"layer {layer}: the keys that its queries see are not the earlier ones"
+            + (f" within the window of {claim.window}" if claim.window else "")
+            + " that the host claims; such a mask is not supported"
+        )
+    rebuilt = rebuild_scores(q, k, claim)
+    shown = scores.to(rebuilt.dtype)[visible]
+    spread = float(shown.max() - shown.min())
+    error = float((rebuilt[visible] - shown).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
+    allowed = 1e-4 if scores.dtype in (torch.float32, torch.float64) else 4 * torch.finfo(scores.dtype).eps
+    if not error <= allowed:  # also refuses NaN
+        raise ValueError(
+            f"layer {layer}: the scores rebuilt from queries and keys differ from the model's own by "
+            f"{error:.1e} of their range (at most {allowed:.0e} is accepted): {host.kind} does not show "
+            "the queries and keys that this model attends with"
+        )
+    return LayerSpec(
+        n_heads=q.shape[2],
+        n_kv_heads=k.shape[2],
+        d_head=d_head,
+        scale=claim.scale,
+        softcap=claim.softcap,
+        window=claim.window,
+        sinks=claim.sinks,
+        rotation=rotation,
+        layout=_layout(rotation),
+        error=error,
+    )
+
+
+def visible_keys(n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [query, key]: the key is the query or before it, and within the window."""
+    distance = torch.arange(n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def rebuild_scores(
+    q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key kv_head d_head"], claim: LayerClaim
+) -> Float[Tensor, "batch head query key"]:
+    """Returns the scores before the mask, in float64, by the plain definition."""
+    k = repeat(k, "batch key kv d -> batch key (kv group) d", group=q.shape[2] // k.shape[2])
+    scores = claim.scale * einsum(q.double(), k.double(), "b query h d, b key h d -> b h query key")
+    return scores if claim.softcap is None else claim.softcap * torch.tanh(scores / claim.softcap)
+
+
+def _find_rotation(
+    layer: int, q: Float[Tensor, "1 pos head d_head"], rotations: Sequence[Rotation]
+) -> Rotation:
+    """Returns the rotation that turns the query of position 0 into those of all others."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    q = q[0].double().cpu()
+    none = Rotation(torch.zeros(0, dtype=torch.float64), torch.zeros(0, 2, dtype=torch.int64))
+    tolerance = 0.1 if half else 1e-3
+    norm = float(q.norm(dim=-1).mean())
+    fits = [(float((rotate(q[:1], r) - q).norm(dim=-1).max()) / norm, r) for r in (*rotations, none)]
+    error, best = min(fits, key=lambda fit: fit[0])
+    if not error <= tolerance:
+        raise ValueError(
+            f"layer {layer}: its queries do not turn with position as RoPE would have them (the closest "
+            f"layout misses by {error:.1e} of their length); other position schemes are not supported"
+        )
+    return best
+
+
+def rotate(q: Float[Tensor, "1 head d_head"], rotation: Rotation) -> Float[Tensor, "pos head d_head"]:
+    """Returns the first query carried on to each of `PROBE` positions."""
+    first, second = rotation.pairs.unbind(-1)
+    angle = torch.arange(PROBE, dtype=torch.float64)[:, None, None] * rotation.inv_freq
+    out = q.expand(PROBE, -1, -1).clone()
+    x, y = q[..., first], q[..., second]
+    out[..., first] = x * angle.cos() - y * angle.sin()
+    out[..., second] = x * angle.sin() + y * angle.cos()
+    return out
+
+
+def _layout(rotation: Rotation) -> str:
+    if len(rotation.pairs) == 0:
+        return "none"
+    # One pair alone is both; it is named as the textbook has it.
+    neighbours = (rotation.pairs[:, 1] - rotation.pairs[:, 0] == 1).all()
+    return "adjacent" if len(rotation.pairs) > 1 and bool(neighbours) else "half"
+
+
+def _fingerprint(host: Host, specs: Sequence[LayerSpec], varied: dict[str, Tensor]) -> dict[str, object]:
+    # Rounded to bfloat16, so that a model loaded in another precision is still itself; the spread of
+    # the scores tells apart models that share an embedding.
+    weights = host.embedding.detach().flatten()
+    sample = weights[:: max(1, weights.numel() // 4096)].to("cpu", torch.bfloat16)
+    digest = hashlib.sha256(sample.view(torch.int16).numpy().tobytes()).hexdigest()
+    signature = []
+    for layer, spec in enumerate(specs):
+        q, k, _ = (varied[name] for name in host.points(layer))
+        raw = rebuild_scores(q, k, LayerClaim(spec.scale))
+        signature.append(float(raw.std()))
+    first = specs[0]
+    shape = [len(specs), first.n_heads, first.n_kv_heads, first.d_head]
+    return {"embedding": digest[:32], "signature": signature, "shape": shape}

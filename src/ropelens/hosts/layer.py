@@ -1,0 +1,82 @@
+"""What a layer's attention does, as data: what a host claims and what certification confirms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from ropelens.bands import Bands
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """One way in which a layer may rotate its queries and keys.
+
+    Attributes:
+        inv_freq: Radians per token of each band, as used.
+        pairs: The dims of a head that make up each band.
+        amplitude: The factor that rotated dims are also multiplied with.
+    """
+
+    inv_freq: Float64[Tensor, "band"]
+    pairs: Int64[Tensor, "band 2"]
+    amplitude: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class LayerClaim:
+    """What a host says of one layer before anything is measured.
+
+    Attributes:
+        scale: The multiplier of `q . k`.
+        softcap: `c` where scores are `c * tanh(score / c)`.
+        window: A query at p sees the keys i with `p - i < window`; None: all earlier ones.
+        sinks: Learned logits of an extra outcome without a key, one a head.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Float[Tensor, "head"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """One layer whose attention scores were rebuilt from its queries and keys.
+
+    Attributes:
+        scale, softcap, window, sinks: As in `LayerClaim`, confirmed.
+        rotation: The rotation that the queries were seen to go through.
+        layout: "half" (dims b and b + rotary_dim/2 form a band), "adjacent" (2b and 2b+1) or "none".
+        error: The largest difference between the model's own scores and the rebuilt ones, as a
+            share of the range of the scores.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    scale: float
+    softcap: float | None
+    window: int | None
+    sinks: Float[Tensor, "head"] | None
+    rotation: Rotation
+    layout: str
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Every layer of a model, certified, and what identifies the model.
+
+    Attributes:
+        layers: One specification a layer.
+        bands: The same rotations in one table.
+        fingerprint: JSON-able identity of the model, equal on every host: a hash of the embedding
+            and, per layer, the spread of its scores on a fixed sequence of tokens.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    bands: Bands
+    fingerprint: dict[str, object] = field(repr=False)
