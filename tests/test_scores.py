@@ -11,10 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ropelens.saving
-from ropelens.attribution import BandAttribution
 from ropelens.bands import Bands, pair_dims
-from ropelens.scores import BandScores, random_scores, same_model
+from ropelens.scores import BandAttribution, BandScores, random_scores, same_model, saving
 
 NAN = math.nan
 MODEL = {"embedding": "ab12", "signature": [1.0, 2.0], "shape": [2, 2, 1, 8]}
@@ -335,7 +333,7 @@ def test_loading_refuses_what_is_not_a_scores_file(two_layers: BandScores, tmp_p
     path.write_text("hello")
     with pytest.raises(ValueError, match=r"x\.safetensors is truncated or not a safetensors file \("):
         BandScores.load(path)
-    path.write_bytes(ropelens.saving.safetensors.torch.save({"w": torch.zeros(1)}))
+    path.write_bytes(saving.safetensors.torch.save({"w": torch.zeros(1)}))
     with pytest.raises(ValueError, match=r"is a safetensors file, but ropelens did not save it\.$"):
         BandScores.load(path)
     attribution().save(path)
@@ -344,7 +342,7 @@ def test_loading_refuses_what_is_not_a_scores_file(two_layers: BandScores, tmp_p
     two_layers.save(path)
     with pytest.raises(ValueError, match=r"holds a BandScores, not a BandAttribution: load it with BandSco"):
         BandAttribution.load(path)
-    monkeypatch.setattr(ropelens.saving, "FORMAT", 2)
+    monkeypatch.setattr(saving, "FORMAT", 2)
     with pytest.raises(ValueError, match=r"has format version 1, but this ropelens reads version 2: measure"):
         BandScores.load(path)
     with pytest.raises(FileNotFoundError):
@@ -368,7 +366,7 @@ def test_loading_for_another_model_is_refused(two_layers: BandScores, tmp_path, 
 
 def test_the_header_is_plain_json(two_layers: BandScores, tmp_path) -> None:
     two_layers.save(tmp_path / "s")
-    with ropelens.saving.safetensors.safe_open(tmp_path / "s", "pt") as file:
+    with saving.safetensors.safe_open(tmp_path / "s", "pt") as file:
         facts = json.loads(file.metadata()["ropelens"])
     assert (facts["format"], facts["metric"], facts["settings"]) == (1, "entropy", {"tol": 1e-3})
 

@@ -11,16 +11,13 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ropelens import saving
-from ropelens.attribution import BandAttribution
 from ropelens.bands import Bands
-from ropelens.saving import same_model
+from ropelens.scores import saving
+from ropelens.scores.saving import same_model
 
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
-
-__all__ = ["BandAttribution", "BandScores", "random_scores", "same_model"]
 
 _SUMMED = ("values", "rest", "squares", "n_pairs", "bound", "rest_squares", "sampling_variance")
 _COUNTS = ("n_queries", "n_tokens", "n_documents")
@@ -97,6 +94,18 @@ class BandScores:
             )
         return self.bands.exists[:, None, :].expand(shape)
 
+    def count(self, per: str = "query") -> Float64[Tensor, "layer"]:
+        """Returns what `mean` divides by, for each layer: queries, visible pairs, or documents.
+
+        Raises:
+            ValueError: If `per` is something else, or nothing was counted.
+        """
+        counts = {"query": self.n_queries, "pair": self.n_pairs, "document": self.n_documents}
+        count = torch.as_tensor(counts[_choice("per", per, counts)], dtype=torch.float64)
+        if not (count > 0).all():
+            raise ValueError(f"There is no mean per {per}: no {per} was counted.")
+        return count.expand(self.bands.n_layers)
+
     def mean(self, per: str = "query") -> Float64[Tensor, "layer head band"]:
         """Returns `values` per counted query, per visible (query, key) pair, or per document.
 
@@ -115,11 +124,7 @@ class BandScores:
             ... ).mean("pair").item()
             1.0
         """
-        counts = {"query": self.n_queries, "pair": self.n_pairs[:, None, None], "document": self.n_documents}
-        count = torch.as_tensor(counts[_choice("per", per, counts)])
-        if not (count > 0).all():
-            raise ValueError(f"There is no mean per {per}: no {per} was counted.")
-        return self.values / count
+        return self.values / self.count(per)[:, None, None]
 
     def stderr(self) -> Float64[Tensor, "layer head band"]:
         """Returns the standard error of `mean(per="document")`, from the spread between documents.

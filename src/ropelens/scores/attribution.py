@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ropelens import saving
+from ropelens.scores import saving
 
 if TYPE_CHECKING:
     import pandas as pd
