@@ -1,0 +1,1 @@
+"""The definitions, in plain torch and any dtype; a kernel is only a faster copy of them."""
