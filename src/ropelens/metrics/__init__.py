@@ -1,0 +1,6 @@
+"""Metrics: accumulators over forward passes, and Fisher information, which needs the model itself."""
+
+from ropelens.metrics.accumulate import ActivationAccumulator, BandAccumulator, EntropyAccumulator
+from ropelens.metrics.fisher import fisher
+
+__all__ = ["ActivationAccumulator", "BandAccumulator", "EntropyAccumulator", "fisher"]

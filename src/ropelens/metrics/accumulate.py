@@ -1,0 +1,235 @@
+"""Accumulators: they take queries and keys layer by layer and give `BandScores` in the end."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+import ropelens_kernels as kernels
+from ropelens.hosts import Certificate, LayerSpec
+from ropelens.scores import BandScores, same_model
+
+
+@dataclass
+class LayerSums:
+    """What one layer has added up so far, on the layer's own device."""
+
+    values: Float64[Tensor, "head band"]
+    rest: Float64[Tensor, "head"]
+    squares: Float64[Tensor, "head band"]
+    rest_squares: Float64[Tensor, "head"]
+    residual: Float64[Tensor, "head"]
+    bound: Float64[Tensor, "head band"]
+    n_queries: Int64[Tensor, ""]
+    n_pairs: Int64[Tensor, ""]
+    n_documents: int
+    visible: Bool[Tensor, ""]
+
+    @classmethod
+    def zero(cls, n_heads: int, n_bands: int, device: torch.device) -> LayerSums:
+        by_band = torch.zeros(n_heads, n_bands, dtype=torch.float64, device=device)
+        by_head, count = by_band.new_zeros(n_heads), torch.zeros((), dtype=torch.int64, device=device)
+        return cls(
+            values=by_band,
+            rest=by_head,
+            squares=by_band,
+            rest_squares=by_head,
+            residual=by_head,
+            bound=by_band,
+            n_queries=count,
+            n_pairs=count,
+            n_documents=0,
+            visible=torch.ones((), dtype=torch.bool, device=device),
+        )
+
+
+class BandAccumulator(ABC):
+    """Adds up one metric over forward passes; every row of a batch is one document.
+
+    Args:
+        tol: Tolerance of the kernel (entropy: nats a row; activation: relative, harmonic method).
+        method: Method of the kernel; see `ropelens_kernels`.
+    """
+
+    metric: ClassVar[str]
+
+    def __init__(self, *, tol: float = 1e-3, method: str = "auto") -> None:
+        self.tol, self.method = tol, method
+        self._certificate: Certificate | None = None
+        self._sums: list[LayerSums | None] = []
+
+    @abstractmethod
+    def _measure(self, q: Tensor, k: Tensor, mask: Tensor, spec: LayerSpec) -> Any: ...
+
+    def bind(self, certificate: Certificate) -> None:
+        """Makes room for a model's layers; called by the hook functions.
+
+        Raises:
+            ValueError: If the accumulator already holds another model's sums.
+        """
+        if self._certificate is None:
+            self._certificate = certificate
+            self._sums = [None] * len(certificate.layers)
+        elif why := same_model(self._certificate.fingerprint, certificate.fingerprint):
+            raise ValueError(
+                f"this accumulator already holds another model's {self.metric} ({why}): use a new one"
+            )
+
+    def update(
+        self,
+        layer: int,
+        q: Float[Tensor, "batch pos head d_head"],
+        k: Float[Tensor, "batch pos kv_head d_head"],
+        mask: Bool[Tensor, "batch pos"],
+        visible: Bool[Tensor, ""] | None = None,
+    ) -> None:
+        """Adds the queries of one forward pass through one layer.
+
+        Args:
+            layer: Which layer.
+            q: Post-rotary queries.
+            k: Post-rotary keys.
+            mask: Which tokens are real.
+            visible: Whether the model masked its scores as its certificate says; `result` refuses
+                if it ever was False.
+
+        Raises:
+            ValueError: If q or k hold NaN or infinity, naming the layer.
+        """
+        if self._certificate is None:
+            raise ValueError("an accumulator belongs to a model: pass it to entropy_hooks or activation_hooks")
+        spec = self._certificate.layers[layer]
+        try:
+            found = self._measure(q, k, mask, spec)
+        except ValueError as error:
+            raise ValueError(f"layer {layer}: {error}") from error
+        sums = self._sums[layer]
+        if sums is None:
+            sums = LayerSums.zero(spec.n_heads, len(spec.rotation.inv_freq), q.device)
+        residual, bound = getattr(found, "residual", None), getattr(found, "bound", None)
+        self._sums[layer] = LayerSums(
+            values=sums.values + found.values.sum(0),
+            rest=sums.rest + found.rest.sum(0),
+            squares=sums.squares + found.values.square().sum(0),
+            rest_squares=sums.rest_squares + found.rest.square().sum(0),
+            residual=sums.residual if residual is None else sums.residual.maximum(residual.amax(0)),
+            bound=sums.bound if bound is None else sums.bound + bound.sum(0),
+            n_queries=sums.n_queries + found.n_queries.sum(),
+            n_pairs=sums.n_pairs + found.n_pairs.sum(),
+            n_documents=sums.n_documents + len(q),
+            visible=sums.visible if visible is None else sums.visible & visible,
+        )
+
+    def result(self, data: str = "") -> BandScores:
+        """Returns the scores of all that was added.
+
+        Args:
+            data: Digest of the tokens, where known.
+
+        Raises:
+            ValueError: If nothing was added, a layer missed a forward pass, or the model masked its
+                scores in a way that its certificate does not cover.
+        """
+        certificate = self._certificate
+        if certificate is None or all(s is None for s in self._sums):
+            raise ValueError(f"no {self.metric} was measured: run the model with the hooks in place first")
+        done = [0 if s is None else s.n_documents for s in self._sums]
+        if min(done) != max(done):
+            layer = done.index(min(done))
+            raise ValueError(
+                f"layer {layer} measured {min(done)} texts and others {max(done)}: a forward pass was cut "
+                "short or left out layers; start again with a new accumulator"
+            )
+        sums = [s for s in self._sums if s is not None]
+        for layer, s in enumerate(sums):
+            if not bool(s.visible):
+                raise ValueError(
+                    f"layer {layer}: the model's mask is not the one that was certified (earlier keys, window "
+                    f"{certificate.layers[layer].window}): its scores were changed, or texts were packed"
+                )
+        bands = certificate.bands
+
+        def table(name: str) -> Float64[Tensor, "layer head band"]:
+            rows = torch.full((len(sums), *(sums[0].rest.shape), bands.n_bands), math.nan, dtype=torch.float64)
+            for row, s in zip(rows, sums, strict=True):
+                filled = getattr(s, name).cpu()
+                row[:, : filled.shape[-1]] = filled
+            return rows
+
+        def column(name: str) -> Float64[Tensor, "layer head"]:
+            return torch.stack([getattr(s, name).cpu() for s in sums])
+
+        n_queries = int(sums[0].n_queries)
+        return BandScores(
+            metric=self.metric,
+            bands=bands,
+            values=table("values"),
+            rest=column("rest"),
+            squares=table("squares"),
+            rest_squares=column("rest_squares"),
+            residual=column("residual") if self.metric == "entropy" else None,
+            bound=table("bound").nan_to_num(0.0) if self.metric == "activation" else None,
+            n_queries=n_queries,
+            n_pairs=torch.stack([s.n_pairs.cpu() for s in sums]),
+            n_tokens=n_queries,
+            n_documents=sums[0].n_documents,
+            model=certificate.fingerprint,
+            data=data,
+            settings={"tol": self.tol, "method": self.method},
+        )
+
+
+class EntropyAccumulator(BandAccumulator):
+    """Adds up the entropy drop of every band; see `band_entropy`.
+
+    Example:
+        >>> acc = EntropyAccumulator(tol=1e-6)
+        >>> acc.result()
+        Traceback (most recent call last):
+        ValueError: no entropy was measured: run the model with the hooks in place first
+    """
+
+    metric = "entropy"
+
+    def _measure(self, q: Tensor, k: Tensor, mask: Tensor, spec: LayerSpec) -> kernels.EntropyResult:
+        return kernels.entropy(
+            q,
+            k,
+            pairs=spec.rotation.pairs.to(q.device),
+            scale=spec.scale,
+            mask=mask,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
+            tol=self.tol,
+            method=self.method,
+        )
+
+
+class ActivationAccumulator(BandAccumulator):
+    """Adds up the total activation of every band; see `band_activation`.
+
+    Example:
+        >>> ActivationAccumulator().metric
+        'activation'
+    """
+
+    metric = "activation"
+
+    def _measure(self, q: Tensor, k: Tensor, mask: Tensor, spec: LayerSpec) -> kernels.ActivationResult:
+        return kernels.activation(
+            q,
+            k,
+            pairs=spec.rotation.pairs.to(q.device),
+            scale=spec.scale,
+            mask=mask,
+            window=spec.window,
+            tol=self.tol,
+            method=self.method,
+        )
