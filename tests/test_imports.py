@@ -20,11 +20,11 @@ COLUMNS = [
     {"metrics", "hooks"},
     {"hosts"},
     {"data"},
-    {"bands", "scores", "attribution", "saving", "plots"},
+    {"bands", "scores", "plots"},
     {"ropelens_kernels"},
 ]
 # Imports against the direction; each must stay inside a function.
-LAZY = {("bands", "hosts"), ("scores", "hosts"), ("attribution", "hosts")}
+LAZY = {("bands", "hosts"), ("scores", "hosts"), ("scores", "plots")}
 HEAVY = {"transformer_lens", "transformers", "plotly", "pandas", "datasets", "scipy", "IPython", "typer"}
 
 

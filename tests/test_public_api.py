@@ -1,0 +1,73 @@
+"""The public names, pinned: adding or removing one is a decision."""
+
+import ast
+import doctest
+import inspect
+from pathlib import Path
+
+import pytest
+
+import ropelens
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = [
+    "ActivationAccumulator",
+    "BandAttribution",
+    "BandScores",
+    "Bands",
+    "EntropyAccumulator",
+    "activation_hooks",
+    "band_activation",
+    "band_attribution",
+    "band_entropy",
+    "band_fisher",
+    "entropy_hooks",
+    "load",
+    "observe",
+    "random_scores",
+]
+
+
+def test_the_public_names():
+    assert sorted(ropelens.__all__) == NAMES
+    assert set(NAMES) <= set(dir(ropelens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_says_what_it_is(name):
+    thing = getattr(ropelens, name)
+    doc = inspect.getdoc(thing)
+    assert doc, name
+    first = doc.splitlines()[0]
+    assert first.endswith("."), first
+    assert first[0].isupper(), first
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name[0].islower()])
+def test_a_public_function_has_an_example_and_says_what_it_raises(name):
+    doc = inspect.getdoc(getattr(ropelens, name))
+    assert "Example:" in doc
+    assert doctest.DocTestParser().get_examples(doc) or "```python" in doc
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_in_the_docs(name):
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert f"::: ropelens.{name}\n" in page
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="band_entrophy"):
+        ropelens.band_entrophy  # noqa: B018
+
+
+def test_the_version_is_written_once():
+    import tomllib
+    from importlib.metadata import version
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["version"] == version("ropelens")
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign):
+                assert "__version__" not in [getattr(t, "id", None) for t in node.targets], path

@@ -1,0 +1,20 @@
+"""Puts the notebooks, as they last ran, among the pages of the docs."""
+
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+BUILT = Path(__file__).resolve().parent.parent / "build"
+
+
+@event_priority(100)  # before mkdocs-jupyter looks for notebooks
+def on_files(files: Files, config) -> Files:
+    notebooks = sorted((BUILT / "notebooks").glob("*.ipynb"))
+    if not notebooks:
+        raise PluginError("no notebook has run yet: `make notebooks` first")
+    for path in notebooks:
+        name = path.relative_to(BUILT).as_posix()
+        files.append(File(name, str(BUILT), config.site_dir, config.use_directory_urls))
+    return files
