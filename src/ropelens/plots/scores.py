@@ -23,13 +23,13 @@ from ropelens.plots.style import (
 from ropelens.scores import BandScores
 
 
-def colour_range(values: Float64[Tensor, "..."]) -> tuple[float, float]:
-    """Returns the ends of a colour scale: the 99th percentile, symmetric about 0 if any value is negative.
+def colour_range(values: Float64[Tensor, "..."], share: float = 0.99) -> tuple[float, float]:
+    """Returns the ends of a colour scale: the quantile `share`, symmetric about 0 if any value is negative.
 
     A few heads are far stronger than all others; the percentile keeps them from greying out the rest.
     """
     known = values[~values.isnan()]
-    end = torch.quantile(known.abs(), 0.99).item() if len(known) else 0.0
+    end = torch.quantile(known.abs(), share).item() if len(known) else 0.0
     end = end or (known.abs().max().item() if len(known) else 0.0) or 1.0
     return (-end if bool((known < 0).any()) else 0.0), end
 
@@ -140,7 +140,7 @@ def band_spectrum(scores: BandScores, layer: int, head: int, per: str = "query")
 def check_index(name: str, index: int | None, n: int) -> None:
     """Raises a ValueError if there is no layer, head, ... of that number."""
     if index is not None and not 0 <= index < n:
-        raise ValueError(f"There is no {name} {index}: {name}s are 0 to {n - 1}.")
+        raise ValueError(f"expected a {name} from 0 to {n - 1}, got {index}")
 
 
 def _view(values: Float64[Tensor, "layer band"]) -> dict[str, list[Any]]:

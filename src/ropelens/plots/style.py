@@ -80,7 +80,7 @@ def band_axis(wavelength: Float64[Tensor, "layer band"], n_ticks: int = 9) -> di
     step = max(1, math.ceil((n_bands - 1) / (n_ticks - 1)))
     shown = list(range(0, n_bands, step))
     return {
-        "title": {"text": "wavelength of the band (tokens), fast to slow"},
+        "title": {"text": "wavelength (tokens), fast to slow"},
         "tickmode": "array",
         "tickvals": shown,
         "ticktext": [tokens_label(longest[b].item()) for b in shown],

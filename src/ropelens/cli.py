@@ -1,0 +1,208 @@
+"""The `ropelens` command. What is heavy is imported where it is used, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import ropelens as rl
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ropelens.scores import BandScores
+
+MODEL = "smollm2-135m"
+
+_HELP = """Which RoPE frequencies does each head of a language model use, and what for?
+
+ropelens takes attention apart into rotary frequency bands: one rotated pair of dims = one band =
+one frequency = one wavelength in tokens.
+
+\b
+Examples:
+  ropelens demo                        all heads of SmolLM2-135M; a page in results/demo
+  ropelens demo --layer 10 --head 1    the same, showing the attention of that head
+
+\b
+Exit status:
+  0    all went well
+  2    an argument, a file or a model cannot be used; standard error says why
+  130  interrupted
+
+From Python: import ropelens; see help(ropelens.band_entropy).
+"""
+
+app = typer.Typer(
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+HostName = Literal["bridge", "hooked"]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ropelens {rl.__version__}")
+        raise typer.Exit
+
+
+@app.callback(help=_HELP)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Holds what stands before a command."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the page and the scores.")] = Path("results/demo"),
+    tokens: Annotated[int, typer.Option(min=128, help="Length of the text, in tokens.")] = 2048,
+    host: Annotated[HostName, typer.Option(help="Which of TransformerLens's models.")] = "bridge",
+    layer: Annotated[int | None, typer.Option(help="Layer of the attention to show.")] = None,
+    head: Annotated[int | None, typer.Option(help="Head of the attention to show.")] = None,
+) -> None:
+    """Measure all heads of SmolLM2-135M on Python's own documentation.
+
+    Prints the sharpest heads of each layer with the wavelengths that sharpen them, and writes
+    index.html (open it in any browser; it needs no network) with entropy.safetensors,
+    activation.safetensors and attribution.safetensors beside it.
+
+    Without --layer and --head, shows the head in mid-network whose entropy is lowered most by bands
+    with wavelengths from 64 tokens to the length of the text. The query is the end of the longest
+    phrase that the text repeats.
+    """
+    with _one_sentence():
+        _demo(out, tokens, host, layer, head)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turns what users can mend into one sentence on standard error and an exit status."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"ropelens: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        typer.echo("ropelens: interrupted", err=True)
+        raise typer.Exit(130) from error
+
+
+def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head: int | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)  # now, rather than after minutes of work
+    _stage(1, f"loading {MODEL} as a {host_name} model, and checking that its attention can be rebuilt")
+    import torch
+
+    from ropelens.hosts import host_of
+    from ropelens.hosts.tokens import tokens_of
+    from ropelens.plots.scores import check_index
+    from ropelens.report import choose_head, choose_query, write_page
+
+    model = rl.load(MODEL, host=host_name)
+    seen_by = host_of(model)
+    check_index("layer", layer, seen_by.n_layers)
+    check_index("head", head, min(spec.n_heads for spec in seen_by.certificate.layers))
+    ids = _documentation(model.tokenizer, n_tokens)
+    text = tokens_of(seen_by, torch.tensor([ids]))
+
+    _stage(2, f"entropy and activation of every band, on {n_tokens:,} tokens")
+    with torch.no_grad(), rl.observe(model, ("entropy", "activation"), progress=True) as seen:
+        seen_by.run(text.ids, None, logits=False)
+    entropy = seen.result("entropy", data=text.digest)
+    activation = seen.result("activation", data=text.digest)
+    entropy.save(out / "entropy.safetensors")
+    activation.save(out / "activation.safetensors")
+
+    chosen, query = choose_head(entropy, n_tokens, layer, head), choose_query(ids)
+    _stage(3, f"attention of layer {chosen[0]}, head {chosen[1]} at token {query}, by band")
+    attribution = rl.band_attribution(model, text.ids, layer=chosen[0], head=chosen[1], query=query)
+    attribution.save(out / "attribution.safetensors")
+
+    _stage(4, "writing the page")
+    page = write_page(
+        out, "SmolLM2-135M", entropy, activation, attribution, _provenance(entropy, host_name, n_tokens)
+    )
+    _print(sharpest_table(entropy))
+    typer.echo(f"The page is {page}: open it in a browser, it needs no network.")
+    typer.echo(
+        f"The scores beside it load with ropelens.BandScores.load({str(out / 'entropy.safetensors')!r})."
+    )
+
+
+def _documentation(tokenizer: object, n_tokens: int) -> list[int]:
+    """The first tokens of Python's own documentation: its topics, in sorted order."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids: Sequence[int] = tokenizer(text[: 12 * n_tokens])["input_ids"]  # pyright: ignore
+    if len(ids) < n_tokens:
+        raise ValueError(f"--tokens must be at most {len(ids):,}, the length of the text, not {n_tokens:,}")
+    return list(ids[:n_tokens])
+
+
+def _provenance(entropy: BandScores, host_name: HostName, n_tokens: int) -> dict[str, str]:
+    from importlib.metadata import version
+
+    via = "TransformerBridge" if host_name == "bridge" else "HookedTransformer"
+    python = ".".join(map(str, sys.version_info[:3]))
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("transformer-lens", "transformers", "torch"))
+    return {
+        "Model": f"SmolLM2-135M-Instruct through {via}",
+        "Weights": f"embedding {entropy.model.get('embedding', 'unknown')}",
+        "Text": f"the first {n_tokens:,} tokens of pydoc_data.topics (Python {python}), sorted",
+        "Text, digest": entropy.data,
+        "Command": f"ropelens demo --tokens {n_tokens} --host {host_name}",
+        "Versions": f"ropelens {rl.__version__}, {libraries}",
+        "Settings": ", ".join(f"{key} {value}" for key, value in entropy.settings.items()),
+    }
+
+
+def sharpest_table(entropy: BandScores, n_heads: int = 2) -> Table:
+    """Returns a table of each layer's heads with the lowest entropy, and what lowers it."""
+    from rich import box
+    from rich.table import Table
+
+    from ropelens.plots.style import tokens_label
+    from ropelens.report import lowest_heads
+
+    table = Table(
+        title="The sharpest heads of each layer",
+        caption="nats: entropy below even attention, per query. by: the wavelengths (tokens) of the bands "
+        "that lower it most, with their share of all lowering.",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("layer", justify="right")
+    for _ in range(min(n_heads, entropy.values.shape[1])):
+        table.add_column("head", justify="right", style="bold")
+        table.add_column("nats", justify="right")
+        table.add_column("by")
+    for layer in range(entropy.bands.n_layers):
+        cells = [str(layer)]
+        for found in lowest_heads(entropy, n_heads, layer=layer, n_carriers=2):
+            carriers = ", ".join(f"{tokens_label(w)} {share:.0%}" for w, share in found.carriers)
+            cells += [str(found.head), f"{found.drop:.2f}", carriers]
+        table.add_row(*cells)
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+
+
+def _stage(number: int, doing: str) -> None:
+    typer.echo(f"[{number}/4] {doing}", err=True)
