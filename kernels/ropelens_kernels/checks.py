@@ -22,12 +22,12 @@ class Inputs:
     q: Float[Tensor, "batch head query d_head"]
     k: Float[Tensor, "batch kv_head key d_head"]
     pairs: Int64[Tensor, "band 2"]
-    rest: Int64[Tensor, "rest"]
+    rest: Int64[Tensor, " rest"]
     scale: float
     real: Bool[Tensor, "batch key"]
     window: int | None
     softcap: float | None
-    sinks: Float[Tensor, "head"] | None
+    sinks: Float[Tensor, " head"] | None
 
     @property
     def offset(self) -> int:
@@ -96,8 +96,8 @@ def prepare(
     """
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            "expected q [batch, query, head, d_head] and k [batch, key, kv_head, d_head] with equal batch and "
-            f"d_head, got {list(q.shape)} and {list(k.shape)}: transpose or slice them to these axes"
+            "expected q [batch, query, head, d_head] and k [batch, key, kv_head, d_head] with equal batch "
+            f"and d_head, got {list(q.shape)} and {list(k.shape)}: transpose or slice them to these axes"
         )
     (batch, n_query, n_head, d_head), (n_key, n_kv) = q.shape, k.shape[1:3]
     if not q.is_floating_point() or not k.is_floating_point() or q.device != k.device:
@@ -107,7 +107,7 @@ def prepare(
         )
     if not 1 <= n_query <= n_key:
         raise ValueError(
-            f"expected 1 to {n_key} queries (as many as keys at most), got {n_query}: pass all the keys they see"
+            f"expected 1 to {n_key} queries (at most as many as keys), got {n_query}: pass all keys they see"
         )
     if n_kv == 0 or n_head == 0 or n_head % n_kv:
         raise ValueError(
@@ -169,7 +169,7 @@ def _checked_pairs(pairs: Tensor, d_head: int) -> Tensor:
         )
     pairs = pairs.detach().to("cpu", torch.int64)
     dims = pairs.flatten()
-    if len(dims) and not (0 <= int(dims.min()) and int(dims.max()) < d_head):
+    if len(dims) and (int(dims.min()) < 0 or int(dims.max()) >= d_head):
         raise ValueError(
             f"expected dims from 0 to {d_head - 1} in pairs, got {int(dims.min())} to {int(dims.max())}: "
             "pass the dims of one head"

@@ -25,7 +25,7 @@ def activation(
     mask: Bool[Tensor, "batch key"] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Float[Tensor, "head"] | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
     tol: float = 1e-3,
     method: str = "auto",
     backend: str = "auto",
@@ -81,7 +81,7 @@ def entropy(
     mask: Bool[Tensor, "batch key"] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Float[Tensor, "head"] | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
     tol: float = 1e-3,
     method: str = "auto",
     backend: str = "auto",
@@ -142,11 +142,11 @@ def attribution(
     mask: Bool[Tensor, "batch key"] | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Float[Tensor, "head"] | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
     tol: float = 1e-9,
     method: str = "auto",
     backend: str = "auto",
-    queries: Int[Tensor, "asked"] | None = None,
+    queries: Int[Tensor, " asked"] | None = None,
 ) -> AttributionResult:
     """Band attribution: the attention that each asked query pays to each key, split among bands.
 
@@ -196,7 +196,7 @@ def attribution(
     asked = torch.arange(n_query) if queries is None else queries.detach().to("cpu", torch.int64)
     if asked.numel() == 0 or int(asked.min()) < -n_query or int(asked.max()) >= n_query:
         raise ValueError(
-            f"expected query indices from {-n_query} to {n_query - 1}, got {asked.tolist()}: choose among them"
+            f"expected queries from {-n_query} to {n_query - 1}, got {asked.tolist()}: choose among them"
         )
     return _attribution.attribution(inputs, asked % n_query, tol)
 
@@ -210,7 +210,7 @@ def _runs_fused(backend: str, q: Tensor) -> bool:
     chosen("backend", backend, ("auto", "torch", "fused"))
     if backend == "fused" and not q.is_cuda:
         raise ValueError(
-            f'expected CUDA tensors for backend="fused", got {q.device.type} tensors: Triton kernels run on a GPU '
-            'only, so move q and k there or use backend="torch"'
+            f'expected CUDA tensors for backend="fused", got {q.device.type} tensors: Triton kernels run on a '
+            'GPU only, so move q and k there or use backend="torch"'
         )
     return False

@@ -26,8 +26,8 @@ class ActivationResult:
     rest: Float64[Tensor, "batch head"]
     bound: Float64[Tensor, "batch head band"]
     estimate: Float64[Tensor, "batch head band"]
-    n_queries: Int64[Tensor, "batch"]
-    n_pairs: Int64[Tensor, "batch"]
+    n_queries: Int64[Tensor, " batch"]
+    n_pairs: Int64[Tensor, " batch"]
     method: str
 
 
@@ -55,9 +55,9 @@ class EntropyResult:
     residual: Float64[Tensor, "batch head"]
     residual_mean: Float64[Tensor, "batch head"]
     estimate: Float64[Tensor, "batch head"]
-    n_queries: Int64[Tensor, "batch"]
-    n_pairs: Int64[Tensor, "batch"]
-    n_refined: Int64[Tensor, "batch"]
+    n_queries: Int64[Tensor, " batch"]
+    n_pairs: Int64[Tensor, " batch"]
+    n_refined: Int64[Tensor, "batch head"]
     first_values: Float64[Tensor, "batch head band"] | None
     first_rest: Float64[Tensor, "batch head"] | None
     method: str

@@ -141,7 +141,7 @@ def refined(
 
 def entropy(inputs: Inputs, tol: float, split_first: bool) -> EntropyResult:
     """Returns the band entropy: a first rule for all rows, the ladder for those that it misses."""
-    batch, heads, queries, d_head = inputs.q.shape
+    batch, heads, queries, _ = inputs.q.shape
     sums = _Sums(inputs, split_first)
     for row in range(batch):
         for head in range(0, heads, inputs.group):

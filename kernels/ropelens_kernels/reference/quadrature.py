@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def graded(n: int, depth: int) -> Rule:
     """
     x, w = gauss(n)
     edges = [0.0] + [2.0**-j for j in range(depth, -1, -1)]
-    spans = list(zip(edges[:-1], edges[1:], strict=True))
+    spans = list(pairwise(edges))
     return (
         tuple(a + (b - a) * node for a, b in spans for node in x),
         tuple((b - a) * weight for a, b in spans for weight in w),
