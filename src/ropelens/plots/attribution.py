@@ -78,7 +78,7 @@ def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Fi
     return figure
 
 
-def tokens_html(attribution: BandAttribution, values: Float64[Tensor, "key"] | None = None) -> str:
+def tokens_html(attribution: BandAttribution, values: Float64[Tensor, " key"] | None = None) -> str:
     """Returns the text up to the query as HTML, each token shaded by a number of its own.
 
     Orange is above 0, blue below, the strongest token full; the number shows on hover. Tokens are

@@ -23,7 +23,7 @@ from ropelens.plots.style import (
 from ropelens.scores import BandScores
 
 
-def colour_range(values: Float64[Tensor, "..."], share: float = 0.99) -> tuple[float, float]:
+def colour_range(values: Float64[Tensor, "*any"], share: float = 0.99) -> tuple[float, float]:
     """Returns the ends of a colour scale: the quantile `share`, symmetric about 0 if any value is negative.
 
     A few heads are far stronger than all others; the percentile keeps them from greying out the rest.

@@ -147,7 +147,7 @@ def _residuals(entropy: BandScores, activation: BandScores, attribution: BandAtt
     return said
 
 
-def _numbers(values: Float64[Tensor, "..."]) -> list[float | None]:
+def _numbers(values: Float64[Tensor, "*any"]) -> list[float | None]:
     """Four digits are more than a colour or a hover text can show."""
     return [None if value.isnan() else float(f"{value.item():.4g}") for value in torch.unbind(values)]
 

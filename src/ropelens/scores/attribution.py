@@ -41,11 +41,11 @@ class BandAttribution:
     layer: int
     head: int
     query: int
-    inv_freq: Float64[Tensor, "band"]
+    inv_freq: Float64[Tensor, " band"]
     pairs: Int64[Tensor, "band 2"]
     values: Float64[Tensor, "key band"]
-    rest: Float64[Tensor, "key"]
-    visible: Bool[Tensor, "key"]
+    rest: Float64[Tensor, " key"]
+    visible: Bool[Tensor, " key"]
     sink: float | None
     tokens: tuple[str, ...]
     residual: float
@@ -65,12 +65,12 @@ class BandAttribution:
         object.__setattr__(self, "model", saving.as_json(self.model, "model"))
 
     @property
-    def pattern(self) -> Float64[Tensor, "key"]:
+    def pattern(self) -> Float64[Tensor, " key"]:
         """The attention to each key, 0 to 1: the sum of its entries."""
         return self.values.sum(1) + self.rest
 
     @property
-    def band_totals(self) -> Float64[Tensor, "band"]:
+    def band_totals(self) -> Float64[Tensor, " band"]:
         """What each band adds to the attention to all keys together.
 
         Each total is the band's share of the dims of a head (times the part of the attention that
@@ -79,7 +79,7 @@ class BandAttribution:
         return self.values.sum(0)
 
     @property
-    def wavelength(self) -> Float64[Tensor, "band"]:
+    def wavelength(self) -> Float64[Tensor, " band"]:
         """Tokens for one full turn of each band."""
         return 2 * math.pi / self.inv_freq
 

@@ -55,7 +55,7 @@ class BandScores:
     rest: Float64[Tensor, "layer head"]
     squares: Float64[Tensor, "layer head band"]
     n_queries: int
-    n_pairs: Int64[Tensor, "layer"]
+    n_pairs: Int64[Tensor, " layer"]
     n_tokens: int
     n_documents: int
     residual: Float64[Tensor, "layer head"] | None = None
@@ -94,7 +94,7 @@ class BandScores:
             )
         return self.bands.exists[:, None, :].expand(shape)
 
-    def count(self, per: str = "query") -> Float64[Tensor, "layer"]:
+    def count(self, per: str = "query") -> Float64[Tensor, " layer"]:
         """Returns what `mean` divides by, for each layer: queries, visible pairs, or documents.
 
         Raises:
