@@ -54,7 +54,7 @@ notebooks: $(INSTALLED)  ## run what changed in notebooks/ into build/notebooks
 	@$(OFFLINE) $(RUN) tools/notebooks.py run
 
 docs: notebooks  ## build the site, with the notebooks as they ran, into build/site
-	@$(RUN) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
 ci: $(INSTALLED)  ## check, notebooks, test and docs, each once, with the time each took
 	@times=""; \

@@ -1,5 +1,6 @@
-"""Puts the notebooks, as they last ran, among the pages of the docs."""
+"""Puts the notebooks, as they last ran, among the pages of the docs, which must need no network."""
 
+import re
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
@@ -7,6 +8,9 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 BUILT = Path(__file__).resolve().parent.parent / "build"
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe)[^>]*\ssrc=["']?https?:[^>]*>|<link[^>]*stylesheet[^>]*https?:[^>]*>"""
+)
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
@@ -18,3 +22,8 @@ def on_files(files: Files, config) -> Files:
         name = path.relative_to(BUILT).as_posix()
         files.append(File(name, str(BUILT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_post_page(output: str, page, config) -> None:
+    if fetched := FETCHED.search(output):
+        raise PluginError(f"{page.url} would load something from a network: {fetched[0][:200]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -57,9 +58,16 @@ def run(path: Path) -> None:
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["PLOTLY_RENDERER"] = "notebook"  # figures with their script, for pages without a network
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm would like to have ipywidgets
     notebook = nbformat.read(path, as_version=4)
     start = time.monotonic()
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(path.parent)}}).execute()
+    for output in (o for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o):
+        if "text/html" in output.data:  # plotly asks a network for MathJax, which no figure here needs
+            output.data["text/html"] = re.sub(
+                r'<script src="https://[^"]*mathjax[^"]*"></script>', "", output.data["text/html"]
+            )
     BUILT.mkdir(parents=True, exist_ok=True)
     unfinished = BUILT / f".{path.name}"
     nbformat.write(notebook, unfinished)
