@@ -50,10 +50,11 @@ app = typer.Typer(
 HostName = Literal["bridge", "hooked"]
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"ropelens {rl.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback(help=_HELP)
@@ -148,7 +149,9 @@ def _documentation(tokenizer: object, n_tokens: int) -> list[int]:
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids: Sequence[int] = tokenizer(text[: 12 * n_tokens])["input_ids"]  # pyright: ignore
     if len(ids) < n_tokens:
-        raise ValueError(f"--tokens must be at most {len(ids):,}, the length of the text, not {n_tokens:,}")
+        raise ValueError(
+            f"expected --tokens of at most {len(ids):,}, the length of the text, got {n_tokens:,}"
+        )
     return list(ids[:n_tokens])
 
 
@@ -179,16 +182,17 @@ def sharpest_table(entropy: BandScores, n_heads: int = 2) -> Table:
 
     table = Table(
         title="The sharpest heads of each layer",
-        caption="nats: entropy below even attention, per query. by: the wavelengths (tokens) of the bands "
-        "that lower it most, with their share of all lowering.",
+        caption="nats: entropy below even attention, per query. wavelengths: of the bands that lower "
+        "it most, in tokens, with their share of all lowering.",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        caption_justify="left",
     )
     table.add_column("layer", justify="right")
     for _ in range(min(n_heads, entropy.values.shape[1])):
         table.add_column("head", justify="right", style="bold")
         table.add_column("nats", justify="right")
-        table.add_column("by")
+        table.add_column("wavelengths")
     for layer in range(entropy.bands.n_layers):
         cells = [str(layer)]
         for found in lowest_heads(entropy, n_heads, layer=layer, n_carriers=2):

@@ -50,10 +50,12 @@ function drawSpectrum() {
 
 function drawAttribution() {
   const [traces, layout] = themed("attribution");
-  traces[0].colorbar = { ...traces[0].colorbar, title: undefined, orientation: "h", y: 1, yanchor: "bottom", len: 0.6, x: 0, xanchor: "left" };
+  const narrow = byId("attribution").clientWidth < 600;
+  traces[0].colorbar = { ...traces[0].colorbar, title: undefined, orientation: "h", y: 1, yanchor: "bottom", len: 0.6, x: 0, xanchor: "left", nticks: 5, tickangle: 0 };
   layout.margin.t = 56;
   layout.yaxis.title = undefined;
-  if (byId("attribution").clientWidth < 600) {
+  if (narrow) {
+    traces[0].colorbar.nticks = 3;
     const every = (labels) => labels.filter((_, i) => i % 3 === 0);
     layout.xaxis = { ...layout.xaxis, tickvals: every(layout.xaxis.tickvals), ticktext: every(layout.xaxis.ticktext) };
     layout.xaxis2 = { ...layout.xaxis2, title: undefined, showticklabels: false, ticks: "" };

@@ -103,7 +103,8 @@ def _groups(attribution: BandAttribution) -> list[dict[str, Any]]:
         inside = (attribution.wavelength >= low) & (attribution.wavelength < high)
         if inside.any():
             limits = f"{low:,.0f} to {high:,.0f}" if high < float("inf") else f"{low:,.0f} and more"
-            name = f"{int(inside.sum())} bands of {limits} tokens a turn"
+            n_bands = int(inside.sum())
+            name = f"{n_bands} band{'s' * (n_bands > 1)} of {limits} tokens a turn"
             groups.append({"name": name, "values": _numbers(attribution.values[:, inside].sum(1))})
     return groups
 

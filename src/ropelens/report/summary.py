@@ -10,7 +10,7 @@ import torch
 from ropelens.plots.scores import check_index
 from ropelens.scores import BandScores
 
-LONG_RANGE = 64.0
+LONG_RANGE = 64
 """Wavelength in tokens from which a band reaches further than the words nearby."""
 
 
@@ -55,14 +55,14 @@ def lowest_heads(
         carriers = tuple(
             (entropy.bands.wavelength[row, band].item(), value / total)
             for value, band in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
-            if value > 0
+            if value > 0.005 * total  # less would read 0%
         )
         found.append(HeadSummary(row, head, drop[row, head].item(), carriers))
     return found
 
 
 def choose_head(
-    entropy: BandScores, longest: float, layer: int | None = None, head: int | None = None
+    entropy: BandScores, longest: int, layer: int | None = None, head: int | None = None
 ) -> tuple[int, int]:
     """Returns (layer, head) of a head in mid-network that uses distance over a long range.
 
