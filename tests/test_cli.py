@@ -53,7 +53,7 @@ def tiny():
 
 @pytest.fixture
 def run(tiny, monkeypatch):
-    monkeypatch.setattr(rl, "load", lambda name, host: tiny, raising=False)
+    monkeypatch.setattr("ropelens.hosts.load.load", lambda name, host: tiny)
     return lambda *args: CliRunner().invoke(app, [str(a) for a in args])
 
 
@@ -115,7 +115,7 @@ def test_bad_arguments_are_one_sentence_and_status_2(run, tmp_path, args: list[s
 
 def test_a_folder_that_cannot_be_made_is_refused_before_any_work(run, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(rl, "load", lambda name, host: pytest.fail("loaded a model first"))
+    monkeypatch.setattr("ropelens.hosts.load.load", lambda name, host: pytest.fail("loaded a model first"))
     result = run("demo", "--out", tmp_path / "file")
     assert result.exit_code == 2
     assert result.stderr.startswith("ropelens: [Errno 17] File exists:")
@@ -133,7 +133,7 @@ def test_interruptions_and_missing_models(run, tmp_path, monkeypatch, error, sta
     def fail(name: str, host: str) -> None:
         raise error
 
-    monkeypatch.setattr(rl, "load", fail)
+    monkeypatch.setattr("ropelens.hosts.load.load", fail)
     result = run("demo", "--out", tmp_path)
     assert result.exit_code == status
     assert result.stderr.endswith(message)
@@ -141,7 +141,7 @@ def test_interruptions_and_missing_models(run, tmp_path, monkeypatch, error, sta
 
 
 def test_our_own_mistakes_stay_visible(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(rl, "load", lambda name, host: 1 / 0)
+    monkeypatch.setattr("ropelens.hosts.load.load", lambda name, host: 1 / 0)
     assert isinstance(run("demo", "--out", tmp_path).exception, ZeroDivisionError)
 
 

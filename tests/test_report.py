@@ -52,7 +52,7 @@ def test_the_page_says_what_one_looks_at(page: str) -> None:
     assert "The 4 layers of tiny &lt;model&gt; have 3 heads of 8 bands each, from\n6.3 to 20k tokens" in page
     assert "<dd>tiny &amp; &lt;b&gt;random&lt;/b&gt;</dd>" in page
     assert "bands miss log N - H by 2.0e-04 nats" in page
-    assert "at most 1.0e-03 of the value" in page
+    assert "1.0e-03 of a head&#x27;s sum" in page
     assert "bands miss the attention by 3.0e-06" in page
     assert "<q> &lt;b&gt;end&lt;/b&gt;</q> at position 4" in page
 

@@ -219,9 +219,9 @@ def test_merge_refuses_what_does_not_belong_together(changes: dict, message: str
         mine, theirs = scores_of(values, ladder(3, 3)), scores_of(values, Bands.uniform(2, 8, 16.0, 6, True))
     else:
         mine, theirs = scores_of(values), scores_of(values, **changes)
-    with pytest.raises(ValueError, match=r"^These scores cannot be merged") as error:
+    with pytest.raises(ValueError, match=r"^these scores cannot be merged") as error:
         mine.merge(theirs)
-    assert str(error.value) == f"These scores cannot be merged: {message}."
+    assert str(error.value) == f"these scores cannot be merged: {message}"
 
 
 def test_merge_refuses_another_number_of_heads() -> None:
@@ -243,35 +243,37 @@ def test_fingerprints_tell_models_apart_but_not_dtypes() -> None:
 
 
 def test_scores_refuse_numbers_that_are_not_finite_and_bands_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"^The entropy of layer 0, head 1, band 0 is not finite, but the"):
+    with pytest.raises(ValueError, match=r"^the entropy of layer 0, head 1, band 0 is not finite, but the"):
         scores_of([[[1.0, 2.0], [NAN, 1.0]]])
-    with pytest.raises(ValueError, match=r"^The entropy of layer 0, head 0, band 1 is not finite, but the"):
+    with pytest.raises(ValueError, match=r"^the entropy of layer 0, head 0, band 1 is not finite, but the"):
         scores_of([[[1.0, math.inf]]])
     with pytest.raises(ValueError, match=r"layer 1, head 0, band 1 is a number, but the layer has no such"):
         scores_of([[[1.0, 2.0]], [[1.0, 0.0]]], ladder(2, 1))
-    with pytest.raises(ValueError, match=r"^The entropy of the rest of layer 0, head 0 is not finite\.$"):
+    with pytest.raises(ValueError, match=r"^the entropy of the rest of layer 0, head 0 is not finite$"):
         scores_of([[[1.0]]], rest=torch.tensor([[NAN]]).double())
-    with pytest.raises(ValueError, match=r"^values have 1 layers of 2 bands, but bands has 2 of 3\.$"):
+    with pytest.raises(ValueError, match=r"^values have 1 layers of 2 bands, but bands has 2 of 3$"):
         scores_of([[[1.0, 2.0]]], ladder(3, 3))
-    with pytest.raises(ValueError, match="data must be a hexadecimal digest or empty, not 'moby dick'"):
+    with pytest.raises(
+        ValueError, match="expected data to be a hexadecimal digest or empty, got 'moby dick'"
+    ):
         scores_of([[[1.0]]], data="moby dick")
-    with pytest.raises(ValueError, match="settings must be what JSON can hold: Object of type"):
+    with pytest.raises(ValueError, match="expected settings that JSON can hold: Object of type"):
         scores_of([[[1.0]]], settings={"dtype": torch.float32})
 
 
 def test_arguments_outside_of_their_range(two_layers: BandScores) -> None:
-    with pytest.raises(ValueError, match=r"^per must be one of query, pair, document, not 'token'\.$"):
+    with pytest.raises(ValueError, match=r"^expected per to be one of query, pair, document, got 'token'$"):
         two_layers.mean(per="token")
-    with pytest.raises(ValueError, match=r"^normalize must be one of head, layer, model, not 'all'\.$"):
+    with pytest.raises(ValueError, match=r"^expected normalize to be one of head, layer, model, got 'all'$"):
         two_layers.importance("all")
-    with pytest.raises(ValueError, match=r"^scope must be one of head, layer, model, not 'all'\.$"):
+    with pytest.raises(ValueError, match=r"^expected scope to be one of head, layer, model, got 'all'$"):
         two_layers.lowest(0.5, scope="all")
     for fraction in (-0.1, 1.5, NAN):
-        with pytest.raises(ValueError, match=r"^fraction must lie in 0 to 1, not"):
+        with pytest.raises(ValueError, match=r"^expected a fraction from 0 to 1, got"):
             two_layers.lowest(fraction)
-    with pytest.raises(ValueError, match=r"^There is no mean per query: no query was counted\.$"):
+    with pytest.raises(ValueError, match=r"^there is no mean per query: no query was counted$"):
         dataclasses.replace(two_layers, n_queries=0).mean()
-    with pytest.raises(ValueError, match="it needs band_fisher with n_samples >= 2"):
+    with pytest.raises(ValueError, match="measure with band_fisher and n_samples >= 2"):
         two_layers.sampling_stderr()
 
 
@@ -334,7 +336,7 @@ def test_loading_refuses_what_is_not_a_scores_file(two_layers: BandScores, tmp_p
     with pytest.raises(ValueError, match=r"x\.safetensors is truncated or not a safetensors file \("):
         BandScores.load(path)
     path.write_bytes(saving.safetensors.torch.save({"w": torch.zeros(1)}))
-    with pytest.raises(ValueError, match=r"is a safetensors file, but ropelens did not save it\.$"):
+    with pytest.raises(ValueError, match=r"is a safetensors file, but ropelens did not save it$"):
         BandScores.load(path)
     attribution().save(path)
     with pytest.raises(ValueError, match=r"holds a BandAttribution, not a BandScores: load it with BandAttr"):
@@ -357,7 +359,7 @@ def test_loading_for_another_model_is_refused(two_layers: BandScores, tmp_path, 
     attribution().save(tmp_path / "a")
     assert BandScores.load(tmp_path / "s", model=MODEL).model == MODEL
     assert BandAttribution.load(tmp_path / "a", model=MODEL).model == MODEL
-    why = r"was measured on another model than the one given \(the embeddings differ\)\.$"
+    why = r"was measured on another model than the one given \(the embeddings differ\)$"
     with pytest.raises(ValueError, match=why):
         BandScores.load(tmp_path / "s", model=other)
     with pytest.raises(ValueError, match=why):
@@ -389,7 +391,7 @@ def test_attribution_frame_is_keys_times_bands() -> None:
 
 
 def test_attribution_refuses_lengths_that_do_not_fit_and_nan() -> None:
-    with pytest.raises(ValueError, match=r"^Query 2 has 3 keys, but there are values for 3 and tokens for 1"):
+    with pytest.raises(ValueError, match=r"^query 2 has 3 keys, but there are values for 3 and tokens for 1"):
         attribution(tokens=("a",))
-    with pytest.raises(ValueError, match=r"^The attribution of layer 1, head 0 is not finite\.$"):
+    with pytest.raises(ValueError, match=r"^the attribution of layer 1, head 0 is not finite$"):
         attribution(rest=torch.tensor([NAN, 0, 0]).double())

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-
-import ropelens as rl
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,14 +51,14 @@ HostName = Literal["bridge", "hooked"]
 
 def _version(wanted: bool) -> bool:
     if wanted:
-        typer.echo(f"ropelens {rl.__version__}")
+        typer.echo(f"ropelens {version('ropelens')}")
         raise typer.Exit
     return wanted
 
 
 @app.callback(help=_HELP)
 def main(
-    version: Annotated[
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
@@ -106,12 +105,15 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     _stage(1, f"loading {MODEL} as a {host_name} model, and checking that its attention can be rebuilt")
     import torch
 
+    from ropelens.hooks import observe
     from ropelens.hosts import host_of
+    from ropelens.hosts.load import load
     from ropelens.hosts.tokens import tokens_of
+    from ropelens.measure import band_attribution
     from ropelens.plots.scores import check_index
     from ropelens.report import choose_head, choose_query, write_page
 
-    model = rl.load(MODEL, host=host_name)
+    model = load(MODEL, host=host_name)
     seen_by = host_of(model)
     check_index("layer", layer, seen_by.n_layers)
     check_index("head", head, min(spec.n_heads for spec in seen_by.certificate.layers))
@@ -119,7 +121,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     text = tokens_of(seen_by, torch.tensor([ids]))
 
     _stage(2, f"entropy and activation of every band, on {n_tokens:,} tokens")
-    with torch.no_grad(), rl.observe(model, ("entropy", "activation"), progress=True) as seen:
+    with torch.no_grad(), observe(model, ("entropy", "activation"), progress=True) as seen:
         seen_by.run(text.ids, None, logits=False)
     entropy = seen.result("entropy", data=text.digest)
     activation = seen.result("activation", data=text.digest)
@@ -128,7 +130,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
 
     chosen, query = choose_head(entropy, n_tokens, layer, head), choose_query(ids)
     _stage(3, f"attention of layer {chosen[0]}, head {chosen[1]} at token {query}, by band")
-    attribution = rl.band_attribution(model, text.ids, layer=chosen[0], head=chosen[1], query=query)
+    attribution = band_attribution(model, text.ids, layer=chosen[0], head=chosen[1], query=query)
     attribution.save(out / "attribution.safetensors")
 
     _stage(4, "writing the page")
@@ -156,8 +158,6 @@ def _documentation(tokenizer: object, n_tokens: int) -> list[int]:
 
 
 def _provenance(entropy: BandScores, host_name: HostName, n_tokens: int) -> dict[str, str]:
-    from importlib.metadata import version
-
     via = "TransformerBridge" if host_name == "bridge" else "HookedTransformer"
     python = ".".join(map(str, sys.version_info[:3]))
     libraries = ", ".join(f"{name} {version(name)}" for name in ("transformer-lens", "transformers", "torch"))
@@ -167,7 +167,7 @@ def _provenance(entropy: BandScores, host_name: HostName, n_tokens: int) -> dict
         "Text": f"the first {n_tokens:,} tokens of pydoc_data.topics (Python {python}), sorted",
         "Text, digest": entropy.data,
         "Command": f"ropelens demo --tokens {n_tokens} --host {host_name}",
-        "Versions": f"ropelens {rl.__version__}, {libraries}",
+        "Versions": f"ropelens {version('ropelens')}, {libraries}",
         "Settings": ", ".join(f"{key} {value}" for key, value in entropy.settings.items()),
     }
 

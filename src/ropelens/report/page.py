@@ -142,8 +142,8 @@ def _residuals(entropy: BandScores, activation: BandScores, attribution: BandAtt
     if entropy.residual is not None:
         said["Entropy, worst row"] = f"bands miss log N - H by {entropy.residual.max():.1e} nats"
     if activation.bound is not None:
-        relative = (activation.bound / activation.values).nan_to_num(0.0).max()
-        said["Activation, error bound"] = f"at most {relative:.1e} of the value"
+        relative = (activation.bound.nansum(-1) / activation.values.nansum(-1)).nan_to_num(0.0).max().item()
+        said["Activation, error bound"] = f"{relative:.1e} of a head's sum" if relative else "exact"
     said["Attribution, worst key"] = f"bands miss the attention by {attribution.residual:.1e}"
     return said
 

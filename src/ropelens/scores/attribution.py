@@ -56,11 +56,11 @@ class BandAttribution:
         n_keys, n_tokens = self.values.shape[0], len(self.tokens)
         if not n_keys == n_tokens == self.query + 1:
             raise ValueError(
-                f"Query {self.query} has {self.query + 1} keys, but there are values for {n_keys} "
-                f"and tokens for {n_tokens}."
+                f"query {self.query} has {self.query + 1} keys, but there are values for {n_keys} "
+                f"and tokens for {n_tokens}"
             )
         if not (self.values.isfinite().all() and self.rest.isfinite().all()):
-            raise ValueError(f"The attribution of layer {self.layer}, head {self.head} is not finite.")
+            raise ValueError(f"the attribution of layer {self.layer}, head {self.head} is not finite")
         object.__setattr__(self, "settings", saving.as_json(self.settings, "settings"))
         object.__setattr__(self, "model", saving.as_json(self.model, "model"))
 

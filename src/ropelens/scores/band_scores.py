@@ -74,12 +74,12 @@ class BandScores:
         ):
             if wrong.any():
                 layer, head, band = wrong.nonzero()[0].tolist()
-                raise ValueError(f"The {self.metric} of layer {layer}, head {head}, band {band} is {what}.")
+                raise ValueError(f"the {self.metric} of layer {layer}, head {head}, band {band} is {what}")
         if not self.rest.isfinite().all():
             layer, head = (~self.rest.isfinite()).nonzero()[0].tolist()
-            raise ValueError(f"The {self.metric} of the rest of layer {layer}, head {head} is not finite.")
+            raise ValueError(f"the {self.metric} of the rest of layer {layer}, head {head} is not finite")
         if not set(self.data) <= set("0123456789abcdef"):
-            raise ValueError(f"data must be a hexadecimal digest or empty, not {self.data!r}.")
+            raise ValueError(f"expected data to be a hexadecimal digest or empty, got {self.data!r}")
         object.__setattr__(self, "settings", saving.as_json(self.settings, "settings"))
         object.__setattr__(self, "model", saving.as_json(self.model, "model"))
 
@@ -90,7 +90,7 @@ class BandScores:
         if (shape[0], shape[2]) != tuple(self.bands.inv_freq.shape):
             raise ValueError(
                 f"values have {shape[0]} layers of {shape[2]} bands, "
-                f"but bands has {self.bands.n_layers} of {self.bands.n_bands}."
+                f"but bands has {self.bands.n_layers} of {self.bands.n_bands}"
             )
         return self.bands.exists[:, None, :].expand(shape)
 
@@ -103,7 +103,7 @@ class BandScores:
         counts = {"query": self.n_queries, "pair": self.n_pairs, "document": self.n_documents}
         count = torch.as_tensor(counts[_choice("per", per, counts)], dtype=torch.float64)
         if not (count > 0).all():
-            raise ValueError(f"There is no mean per {per}: no {per} was counted.")
+            raise ValueError(f"there is no mean per {per}: no {per} was counted")
         return count.expand(self.bands.n_layers)
 
     def mean(self, per: str = "query") -> Float64[Tensor, "layer head band"]:
@@ -134,7 +134,7 @@ class BandScores:
         """
         n = self.n_documents
         if n < 2:
-            raise ValueError(f"A standard error needs at least 2 documents, and these scores have {n}.")
+            raise ValueError(f"a standard error needs at least 2 documents, and these scores have {n}")
         variance = (self.squares - self.values**2 / n) / (n - 1)
         return (variance.clamp(min=0) / n).sqrt()  # rounding can leave equal documents just below 0
 
@@ -145,7 +145,9 @@ class BandScores:
             ValueError: If labels were not sampled, or only once per document.
         """
         if self.sampling_variance is None:
-            raise ValueError("These scores know no sampling error: it needs band_fisher with n_samples >= 2.")
+            raise ValueError(
+                "these scores know no sampling error: measure with band_fisher and n_samples >= 2"
+            )
         return self.sampling_variance.sqrt() / self.n_documents
 
     def importance(self, normalize: str = "head") -> Float64[Tensor, "layer head band"]:
@@ -182,7 +184,7 @@ class BandScores:
             ValueError: If an argument is outside of what is listed here.
         """
         if not 0 <= fraction <= 1:
-            raise ValueError(f"fraction must lie in 0 to 1, not {fraction}.")
+            raise ValueError(f"expected a fraction from 0 to 1, got {fraction}")
         n_layers, n_heads, n_bands = self.values.shape
         rows = {"model": 1, "layer": n_layers, "head": n_layers * n_heads}[_choice("scope", scope, _SCOPES)]
         importance = self.importance(normalize).reshape(rows, -1)
@@ -202,7 +204,7 @@ class BandScores:
             ValueError: If metric, bands, model or settings differ.
         """
         if why := self._differs_from(other):
-            raise ValueError(f"These scores cannot be merged: {why}.")
+            raise ValueError(f"these scores cannot be merged: {why}")
         changes: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
         for name in (*_SUMMED, "residual"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -311,5 +313,5 @@ _BANDS = ("inv_freq", "pairs", "n_rest", "amplitude")
 
 def _choice(name: str, value: str, choices: Any) -> str:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
+        raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
     return value

@@ -48,19 +48,19 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     try:
         tensors = safetensors.torch.load(content)
     except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}).") from error
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error})") from error
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length]).get("__metadata__", {})
     if _KEY not in header:
-        raise ValueError(f"{path} is a safetensors file, but ropelens did not save it.")
+        raise ValueError(f"{path} is a safetensors file, but ropelens did not save it")
     facts = json.loads(header[_KEY])
     if facts["format"] != FORMAT:
         raise ValueError(
             f"{path} has format version {facts['format']}, but this ropelens reads version {FORMAT}: "
-            "measure again, or read it with the version that saved it."
+            "measure again, or read it with the version that saved it"
         )
     if facts["kind"] != kind:
-        raise ValueError(f"{path} holds a {facts['kind']}, not a {kind}: load it with {facts['kind']}.load.")
+        raise ValueError(f"{path} holds a {facts['kind']}, not a {kind}: load it with {facts['kind']}.load")
     return tensors, facts
 
 
@@ -91,7 +91,7 @@ def as_json(value: dict[str, Any], name: str) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(value))  # tuples become lists, as they will after loading
     except TypeError as error:
-        raise ValueError(f"{name} must be what JSON can hold: {error}.") from error
+        raise ValueError(f"expected {name} that JSON can hold: {error}") from error
 
 
 def check_model(path: str | os.PathLike[str], fingerprint: dict[str, Any], model: Any) -> None:
@@ -101,4 +101,4 @@ def check_model(path: str | os.PathLike[str], fingerprint: dict[str, Any], model
     from ropelens.hosts import host_of  # only when a model is at hand
 
     if why := same_model(fingerprint, host_of(model).fingerprint):
-        raise ValueError(f"{path} was measured on another model than the one given ({why}).")
+        raise ValueError(f"{path} was measured on another model than the one given ({why})")
