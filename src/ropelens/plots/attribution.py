@@ -9,10 +9,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ropelens.plots.scores import colour_range
-from ropelens.plots.style import DIVERGING, TEMPLATE, band_axis, tokens_label
+from ropelens.plots.style import BLUE, DIVERGING, ORANGE, TEMPLATE, band_axis, tokens_label
 from ropelens.scores import BandAttribution
-
-BLUE_RGB, ORANGE_RGB = "47,127,193", "217,115,13"
 
 
 def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Figure:
@@ -102,12 +100,12 @@ def tokens_html(attribution: BandAttribution, values: Float64[Tensor, " key"] | 
     largest = values.abs().max().item() or 1.0
     spans = []
     for position, (token, value) in enumerate(zip(attribution.tokens, values.tolist(), strict=True)):
-        rgb = ORANGE_RGB if value >= 0 else BLUE_RGB
         # the square root lets weak tokens show beside one that takes nearly everything
         alpha = (abs(value) / largest) ** 0.5
-        colour = f"background:rgba({rgb},{alpha:.2f})" if alpha >= 0.03 else ""
+        colour = ORANGE if value >= 0 else BLUE
+        shade = f"background:{colour}{round(255 * alpha):02x}" if alpha >= 0.03 else ""
         outline = ";outline:2px solid currentColor" if position == attribution.query else ""
-        style = f' style="{colour}{outline}"' if colour or outline else ""
+        style = f' style="{shade}{outline}"' if shade or outline else ""
         title = f"{position}: {value:.3g}"
         spans.append(f'<span title="{title}"{style}>{html.escape(_line_break(token))}</span>')
     return f'<div class="ropelens-tokens" style="white-space:pre-wrap;line-height:1.7">{"".join(spans)}</div>'

@@ -42,9 +42,12 @@ function drawSpectrum() {
   for (const metric of metrics) {
     const y = data.views[metric][head + 1].z[layer];
     const [[trace], layout] = themed("spectrum-" + metric);
-    const color = y.map((v) => (metric === "entropy" && v > 0 ? "#d9730d" : "#2f7fc1"));
+    const customdata = data.figures["heat-" + metric].data[0].customdata[layer]; // wavelengths, as text
+    const color = y.map((v) => (metric === "entropy" && v > 0 ? data.colours.above : data.colours.below));
+    if (layout.xaxis.tickvals)
+      layout.xaxis = { ...layout.xaxis, ticktext: layout.xaxis.tickvals.map((band) => customdata[band] ?? "rest") };
     layout.yaxis = { ...layout.yaxis, title: undefined };
-    Plotly.react("spectrum-" + metric, [{ ...trace, y, marker: { color } }], layout, config);
+    Plotly.react("spectrum-" + metric, [{ ...trace, y, customdata, marker: { color } }], layout, config);
   }
 }
 
@@ -70,7 +73,9 @@ function shadeTokens() {
     const value = values[position];
     const alpha = Math.sqrt(Math.abs(value) / largest);
     span.title = `${position}: ${value}`;
-    span.style.background = alpha < 0.03 ? "" : `rgba(${value >= 0 ? "217,115,13" : "47,127,193"},${alpha.toFixed(2)})`;
+    const colour = value >= 0 ? data.colours.above : data.colours.below;
+    const hex = Math.round(255 * alpha).toString(16).padStart(2, "0");
+    span.style.background = alpha < 0.03 ? "" : colour + hex;
   });
 }
 

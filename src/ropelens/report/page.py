@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ropelens.plots import attribution_heatmap, band_heatmap, band_spectrum, tokens_html
 from ropelens.plots.scores import colour_range
-from ropelens.plots.style import DIVERGING, DIVERGING_DARK, tokens_label
+from ropelens.plots.style import BLUE, DIVERGING, DIVERGING_DARK, ORANGE, tokens_label
 from ropelens.report.summary import HeadSummary, lowest_heads
 from ropelens.scores import BandAttribution, BandScores
 
@@ -84,6 +84,7 @@ def _data(entropy: BandScores, activation: BandScores, attribution: BandAttribut
         "figures": {name: json.loads(figure.to_json() or "") for name, figure in figures.items()},
         "views": views,
         "diverging": {"light": DIVERGING, "dark": DIVERGING_DARK},
+        "colours": {"below": BLUE, "above": ORANGE},
         "layer": layer,
         "head": head,
         "n_layers": entropy.bands.n_layers,
