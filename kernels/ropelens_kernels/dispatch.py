@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ropelens_kernels import methods as _activation
 from ropelens_kernels.checks import chosen, prepare
 from ropelens_kernels.reference import attribution as _attribution
 from ropelens_kernels.reference import entropy as _entropy
-from ropelens_kernels.reference import pairwise as _pairwise
 from ropelens_kernels.results import ActivationResult, AttributionResult, EntropyResult
 
 SINGLE = 1e-5  # tolerances below this are out of float32's reach: compute in float64
@@ -56,19 +56,10 @@ def activation(
         >>> activation(q, k, pairs=torch.tensor([[0, 1]]), scale=1.0).values.tolist()
         [[[2.0]]]
     """
-    chosen("method", method, ("auto", "pairwise"))
-    _runs_fused(backend, q)
+    chosen("method", method, ("auto", "pairwise", "sorted", "harmonic"))
+    fused = _runs_fused(backend, q)
     inputs = prepare(q, k, pairs=pairs, scale=scale, mask=mask, window=window, tol=tol)
-    values = _pairwise.pairwise(inputs)
-    return ActivationResult(
-        values=values,
-        rest=_pairwise.pairwise_rest(inputs),
-        bound=torch.zeros_like(values),
-        estimate=torch.zeros_like(values),
-        n_queries=inputs.counted.sum(1),
-        n_pairs=inputs.n_visible.sum(1),
-        method="pairwise",
-    )
+    return _activation.activation(inputs, tol, method, fused)
 
 
 @torch.no_grad()
@@ -210,7 +201,7 @@ def _runs_fused(backend: str, q: Tensor) -> bool:
     chosen("backend", backend, ("auto", "torch", "fused"))
     if backend == "fused" and not q.is_cuda:
         raise ValueError(
-            f'expected CUDA tensors for backend="fused", got {q.device.type} tensors: Triton kernels run on a '
-            'GPU only, so move q and k there or use backend="torch"'
+            f'expected CUDA tensors for backend="fused", got {q.device.type} tensors: Triton kernels run on '
+            'a GPU only, so move q and k there or use backend="torch"'
         )
     return False

@@ -55,7 +55,7 @@ def test_unknown_choices_are_refused(function):
 
 @pytest.mark.parametrize("function", [rk.activation, rk.entropy])
 def test_fused_kernels_refuse_cpu_tensors(function):
-    with pytest.raises(ValueError, match="expected CUDA tensors.*got cpu tensors"):
+    with pytest.raises(ValueError, match=r"expected CUDA tensors.*got cpu tensors"):
         function(**GOOD, backend="fused")
 
 

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ropelens_kernels.checks import Inputs
+from ropelens_kernels.reference.entropy_sums import Rows, Sums
 from ropelens_kernels.reference.path import HIDDEN, point
-from ropelens_kernels.reference.quadrature import Rule, gauss, ladder
+from ropelens_kernels.reference.quadrature import Rule, gauss, ladder, uniform
 from ropelens_kernels.results import EntropyResult
 
-FIRST = 8  # nodes of the first rule
+FIRST = uniform(5, 2)  # the first rule
 SAMPLE = 64  # one row in so many is done by two rules, for the estimate
 BLOCK = 2**18  # elements of a block's [row, key] arrays, so that a core's cache holds them
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Entropy of some rows (a query of a head each), before the sum over dims of a band.
-
-    Attributes:
-        drop: `q * (w @ K)`: summed over a band's dims, the entropy drop of the band, in nats.
-        first: The same for the entropy of "first visible key or not", or None.
-        residual: `|sum of drop - (H(1) - H(0))|`, in nats.
-    """
-
-    drop: Float[Tensor, "*row d_head"]
-    first: Float[Tensor, "*row d_head"] | None
-    residual: Float[Tensor, "*row"]
 
 
 def weights(
@@ -98,6 +82,60 @@ def rows(
     return Rows(bands, None if first is None else q * (first @ k), (bands.sum(-1) - drop).abs())
 
 
+def first_rows(
+    q: Float[Tensor, "row d_head"],
+    k: Float[Tensor, "key d_head"],
+    seen: Tensor,
+    n: Tensor,
+    sink: Float[Tensor, "row 1"] | None,
+) -> Rows:
+    """The same as `rows` for the first rule without a softcap, with 7 exponentials for 11 points.
+
+    The rule has the same nodes u_j in both halves of the path, so that with the logits l shifted by
+    their maximum `exp((1 + u) / 2 l) = exp(u / 2 l) * exp(l / 2)`, and `exp(l) = exp(l / 2)^2`.
+    """
+    logits = q @ k.T
+    if not seen.all():
+        logits.masked_fill_(~seen, HIDDEN)
+    top = logits.amax(-1, keepdim=True)
+    logits -= top
+    half = torch.exp(logits * 0.5)
+    total, weight = torch.zeros_like(logits), torch.empty_like(logits)
+    nodes, steps = gauss(5)
+    for node, step in zip(nodes, steps, strict=True):
+        torch.mul(logits, node / 2, out=weight).exp_()
+        _accumulate(total, weight, node / 2, step / 2, top, sink)
+        weight *= half
+        _accumulate(total, weight, (1 + node) / 2, step / 2, top, sink)
+    end = torch.mul(half, half, out=half)
+    z = end.sum(-1, keepdim=True)
+    mean = torch.linalg.vecdot(end, logits)[:, None]
+    start = n.clamp(min=1).to(q.dtype).log()
+    if sink is None:
+        total.addcmul_(end, 1 / z, value=-1)
+        drop = torch.where(n > 1, z.log() - mean / z - start, 0)
+        total *= n > 1
+    else:
+        sunk = torch.sigmoid(sink - top - z.log())
+        a = (1 - sunk) / z
+        total.addcmul_(end, a, value=-1)
+        start = torch.logaddexp(start, sink)
+        drop = z.log() - torch.log1p(-sunk) - mean * a - sunk * (sink - top)
+        drop = drop - (start - sink * (sink - start).exp())
+    bands = q * (total @ k)
+    return Rows(bands, None, (bands.sum(-1) - drop[:, 0]).abs())
+
+
+def _accumulate(total: Tensor, weight: Tensor, t: float, dt: float, top: Tensor, sink: Tensor | None) -> None:
+    """Adds `dt * a(t)`, with `dt * (1 + z a_0(t))` for dt if there is a sink of logit z."""
+    z = weight.sum(-1, keepdim=True)
+    if sink is None:
+        total.addcmul_(weight, dt / z)
+    else:
+        sunk = torch.sigmoid(sink - t * top - z.log())
+        total.addcmul_(weight, (1 - sunk) * (1 + sink * sunk) * dt / z)
+
+
 def refined(
     q: Float[Tensor, "row d_head"],
     k: Float[Tensor, "key d_head"],
@@ -142,7 +180,7 @@ def refined(
 def entropy(inputs: Inputs, tol: float, split_first: bool) -> EntropyResult:
     """Returns the band entropy: a first rule for all rows, the ladder for those that it misses."""
     batch, heads, queries, _ = inputs.q.shape
-    sums = _Sums(inputs, split_first)
+    sums = Sums(inputs, split_first)
     for row in range(batch):
         for head in range(0, heads, inputs.group):
             start = 0
@@ -155,16 +193,20 @@ def entropy(inputs: Inputs, tol: float, split_first: bool) -> EntropyResult:
     return sums.result()
 
 
-def _block(inputs: Inputs, sums: _Sums, tol: float, row: int, head: int, start: int, stop: int) -> None:
+def _block(inputs: Inputs, sums: Sums, tol: float, row: int, head: int, start: int, stop: int) -> None:
     """Adds the queries `start:stop` of the heads that share a key head, `head` being the first."""
     first, last = inputs.key_span(start, stop)
     heads = slice(head, head + inputs.group)
     counted = inputs.counted[row, start:stop].repeat(inputs.group)
-    seen = inputs.visible(start, stop, first, last)[row].repeat(inputs.group, 1)
     q = (inputs.q[row, heads, start:stop] * inputs.scale).flatten(0, 1)
     k = inputs.k[row, head // inputs.group, first:last]
     sink = None if inputs.sinks is None else inputs.sinks[heads].repeat_interleave(stop - start)[:, None]
-    found = rows(q, k, seen, gauss(FIRST), inputs, sink, sums.first is not None)
+    seen = inputs.visible(start, stop, first, last)[row].repeat(inputs.group, 1)
+    if inputs.softcap is None and sums.first is None:
+        n = inputs.n_visible[row, start:stop].repeat(inputs.group)[:, None]
+        found = first_rows(q, k, seen, n, sink)
+    else:
+        found = rows(q, k, seen, FIRST, inputs, sink, sums.first is not None)
     missed = counted & ~(found.residual <= tol)
     again = missed.clone()
     again[:: SAMPLE + 1] = True
@@ -179,59 +221,3 @@ def _block(inputs: Inputs, sums: _Sums, tol: float, row: int, head: int, start: 
         if found.first is not None and better.first is not None:
             found.first[pick] = better.first.to(q.dtype)
     sums.add(row, head, found, counted, missed)
-
-
-class _Sums:
-    """Float64 running sums over rows, by head and dim."""
-
-    def __init__(self, inputs: Inputs, split_first: bool) -> None:
-        batch, heads, _, d_head = inputs.q.shape
-        self.inputs = inputs
-        new = lambda *shape: torch.zeros(batch, heads, *shape, dtype=torch.float64, device=inputs.q.device)  # noqa: E731
-        self.drop, self.first = new(d_head), new(d_head) if split_first else None
-        self.worst, self.total, self.refined, self.estimate = new(), new(), new(), new()
-
-    def add(self, row: int, head: int, found: Rows, counted: Tensor, missed: Tensor) -> None:
-        """Adds rows laid out [head of the group, query]."""
-        group = self.inputs.group
-        heads = slice(head, head + group)
-        keep = counted.view(group, -1)
-        self.drop[row, heads] += (
-            (found.drop.double() * counted[:, None]).view(group, -1, found.drop.shape[-1]).sum(1)
-        )
-        if self.first is not None and found.first is not None:
-            part = (found.first.double() * counted[:, None]).view(group, -1, found.first.shape[-1])
-            self.first[row, heads] += part.sum(1)
-        residual = found.residual.double().view(group, -1).masked_fill(~keep, 0)
-        self.worst[row, heads] = torch.maximum(self.worst[row, heads], residual.amax(1))
-        self.total[row, heads] += residual.sum(1)
-        self.refined[row, heads] += missed.view(group, -1).sum(1)
-
-    def compare(self, row: int, head: int, which: Tensor, old: Tensor, new: Tensor, passed: Tensor) -> None:
-        """Keeps the worst relative distance of two rules over rows that the first rule passed."""
-        a, b = (
-            torch.cat([(parts := self.inputs.split(x))[0], parts[1][:, None]], 1) for x in (old.double(), new)
-        )
-        distance = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-12)
-        distance = distance.masked_fill(~passed, 0)
-        self.estimate[row, head : head + self.inputs.group].scatter_reduce_(0, which, distance, "amax")
-
-    def result(self) -> EntropyResult:
-        """Returns the sums by band."""
-        inputs = self.inputs
-        values, rest = inputs.split(self.drop)
-        first, first_rest = (None, None) if self.first is None else inputs.split(self.first)
-        n_queries = inputs.counted.sum(1)
-        return EntropyResult(
-            values=values,
-            rest=rest,
-            residual=self.worst,
-            residual_mean=self.total / n_queries.clamp(min=1)[:, None],
-            estimate=self.estimate,
-            n_queries=n_queries,
-            n_pairs=inputs.n_visible.sum(1),
-            n_refined=self.refined.long(),
-            first_values=first,
-            first_rest=first_rest,
-            method="adaptive",
-        )
