@@ -12,6 +12,14 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M as a TransformerBridge, shared by the tests that only read it."""
+    import ropelens as rl
+
+    return rl.load("smollm2-135m")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

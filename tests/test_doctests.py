@@ -2,9 +2,15 @@
 
 import doctest
 import importlib
+import inspect
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+import ropelens as rl
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -24,3 +30,23 @@ def modules() -> list[str]:
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
     assert result.failed == 0
+
+
+def block(name: str) -> str:
+    """Returns the example of a public name that needs a model: a fenced block, not a doctest."""
+    found = re.findall(r"```python\n(.*?)```", inspect.getdoc(getattr(rl, name)), flags=re.DOTALL)
+    return textwrap.dedent("".join(found))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", [name for name in rl.__all__ if block(name)])
+def test_examples_on_a_real_model(name, smollm2):
+    names = {
+        "rl": rl,
+        "model": smollm2,
+        "tokens": torch.tensor([[504, 2644, 2677, 335, 260, 3857, 30]]),
+        "documents": ["The cat sat on the mat.", "The dog sat on the log."],
+        "layer": 10,
+        "head": 1,
+    }
+    exec(compile(block(name), name, "exec"), names)
