@@ -63,7 +63,8 @@ def main() -> None:
         "activation": band_heatmap(activation, normalize="head"),
         "spectrum": band_spectrum(entropy, layer=16, head=0),
     }.items():
-        figure.update_layout(updatemenus=[])
+        figure.layout.updatemenus = ()  # a picture has no menu to open
+        figure.update_yaxes(title_standoff=12, automargin=True)
         figure.write_image(assets / f"{name}.png", width=900, scale=1.5)
         print(f"docs/assets/{name}.png")
 
