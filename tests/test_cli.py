@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import ropelens as rl
 from report_example import example_scores
 from ropelens.cli import app, sharpest_table
+from ropelens.report import choose_repeat
 from ropelens.scores import BandAttribution, BandScores
 
 
@@ -57,7 +59,7 @@ def run(tiny, monkeypatch):
     return lambda *args: CliRunner().invoke(app, [str(a) for a in args])
 
 
-def test_demo_writes_scores_and_a_page(run, tmp_path: Path) -> None:
+def test_demo_writes_scores_and_a_page(run, tiny, tmp_path: Path) -> None:
     result = run("demo", "--out", tmp_path / "new" / "demo", "--tokens", 160, "--host", "hooked")
     assert result.exit_code == 0, result.output
     out = tmp_path / "new" / "demo"
@@ -74,7 +76,19 @@ def test_demo_writes_scores_and_a_page(run, tmp_path: Path) -> None:
     assert entropy.values.shape == activation.values.shape == (4, 2, 4)
     assert (entropy.n_tokens, entropy.metric, activation.metric) == (160, "entropy", "activation")
     assert entropy.data == activation.data != ""
-    assert attribution.layer in (1, 2)  # the middle half
+    ids = Letters()("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"][:160]
+    repeat = choose_repeat(ids)
+    assert attribution.query == repeat.query
+    assert repeat.length >= 3
+    # no other head of the model looks more at what followed the phrase the first time
+    looks = [
+        rl.band_attribution(tiny, torch.tensor([ids]), layer=x, head=y, query=repeat.query).pattern[
+            repeat.earlier + 1
+        ]
+        for x in range(4)
+        for y in range(2)
+    ]
+    assert attribution.pattern[repeat.earlier + 1].item() == pytest.approx(max(looks).item())
     assert attribution.pattern.sum().item() == pytest.approx(1, abs=1e-6)
     assert "[1/4] loading smollm2-135m as a hooked model" in result.stderr
     assert "100%" in result.stderr  # the bar over layers
@@ -83,6 +97,7 @@ def test_demo_writes_scores_and_a_page(run, tmp_path: Path) -> None:
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "<dd>ropelens demo --tokens 160 --host hooked</dd>" in page
     assert entropy.data in page
+    assert f"The first time it ended at {repeat.earlier}; of all heads" in page
 
 
 def test_demo_shows_the_head_that_was_asked_for(run, tmp_path: Path) -> None:

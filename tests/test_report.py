@@ -8,7 +8,7 @@ import torch
 
 from report_example import HOSTILE, N_BANDS, N_HEADS, N_LAYERS, example_scores, write_example
 from ropelens.bands import Bands
-from ropelens.report import choose_head, choose_query, lowest_heads
+from ropelens.report import Repeat, choose_head, choose_repeat, lowest_heads
 from ropelens.scores import BandScores
 
 
@@ -104,27 +104,28 @@ def test_lowest_heads_come_with_the_bands_that_lower_them() -> None:
         lowest_heads(example_scores("activation"), 1)
 
 
-def test_the_head_to_show_is_long_range_and_in_mid_network() -> None:
-    # wavelengths 6.3, 63, 628, 6283; the text has 1,000 tokens: only band 2 counts
-    values = torch.zeros(8, 2, 4).double()
-    values[0, 0, 2] = -90.0  # too early
-    values[3, 1, 3] = -90.0  # hardly turns within the text
-    values[3, 0, 0] = -90.0  # reaches nearby words only
-    values[5, 1, 2] = -1.0
-    scores = entropy_of(values)
-    assert choose_head(scores, 1000) == (5, 1)
-    assert choose_head(scores, 1000, layer=0) == (0, 0)
-    assert choose_head(scores, 1000, head=0) == (2, 0)  # all equal: the first layer of the middle half
-    assert choose_head(scores, 1000, layer=7, head=1) == (7, 1)
-    with pytest.raises(ValueError, match=r"^expected a layer from 0 to 7, got 8$"):
-        choose_head(scores, 1000, layer=8)
-
-
 def test_the_query_to_show_ends_the_longest_repeated_phrase() -> None:
     text = [*range(100), 50, 51, 52, 200, 60, 61, 201]
-    assert choose_query(text, min_distance=10) == 102
-    assert choose_query(text, min_distance=51) == 106  # too near: nothing repeats, so the last position
-    assert choose_query([7, 7, 7, 7], min_distance=2) == 3
+    assert choose_repeat(text, min_distance=10) == Repeat(query=102, earlier=52, length=3)
+    assert choose_repeat(text, min_distance=51) == Repeat(query=106, earlier=-1, length=0)  # all too near
+    assert choose_repeat([7, 7, 7, 7], min_distance=2) == Repeat(query=3, earlier=1, length=2)
+
+
+def test_the_head_to_show_looks_there_most() -> None:
+    attention = torch.tensor([[0.1, 0.5], [0.7, 0.2], [0.3, 0.4]]).double()
+    assert choose_head(attention) == (1, 0)
+    assert choose_head(attention, layer=2) == (2, 1)
+    assert choose_head(attention, head=1) == (0, 1)
+    assert choose_head(attention, layer=1, head=1) == (1, 1)
+    with pytest.raises(ValueError, match=r"^expected a layer from 0 to 2, got 3$"):
+        choose_head(attention, layer=3)
+    with pytest.raises(ValueError, match=r"^expected a head from 0 to 1, got -1$"):
+        choose_head(attention, head=-1)
+
+
+def test_the_page_says_why_this_query(tmp_path) -> None:
+    page = write_example(tmp_path, why="A <phrase> ends here.").read_text(encoding="utf-8")
+    assert "(outlined). A &lt;phrase&gt; ends here. The keys" in page
 
 
 def test_a_page_of_a_model_that_lacks_bands_in_a_layer(tmp_path) -> None:

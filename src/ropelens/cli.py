@@ -13,7 +13,10 @@ import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
+    from ropelens.hosts import Hook, Host
+    from ropelens.report import Repeat
     from ropelens.scores import BandScores
 
 MODEL = "smollm2-135m"
@@ -79,9 +82,8 @@ def demo(
     index.html (open it in any browser; it needs no network) with entropy.safetensors,
     activation.safetensors and attribution.safetensors beside it.
 
-    Without --layer and --head, shows the head in mid-network whose entropy is lowered most by bands
-    with wavelengths from 64 tokens to the length of the text. The query is the end of the longest
-    phrase that the text repeats.
+    The attention shown is that of the token where the longest phrase ends that the text repeats,
+    in the head that looks most at what followed the phrase the first time.
     """
     with _one_sentence():
         _demo(out, tokens, host, layer, head)
@@ -111,36 +113,61 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     from ropelens.hosts.tokens import tokens_of
     from ropelens.measure import band_attribution
     from ropelens.plots.scores import check_index
-    from ropelens.report import choose_head, choose_query, write_page
+    from ropelens.report import choose_head, choose_repeat, write_page
 
     model = load(MODEL, host=host_name)
     seen_by = host_of(model)
     check_index("layer", layer, seen_by.n_layers)
-    check_index("head", head, min(spec.n_heads for spec in seen_by.certificate.layers))
+    n_heads = seen_by.certificate.layers[0].n_heads
+    check_index("head", head, n_heads)
     ids = _documentation(model.tokenizer, n_tokens)
     text = tokens_of(seen_by, torch.tensor([ids]))
 
     _stage(2, f"entropy and activation of every band, on {n_tokens:,} tokens")
-    with torch.no_grad(), observe(model, ("entropy", "activation"), progress=True) as seen:
+    repeat = choose_repeat(ids)
+    followed = torch.zeros(seen_by.n_layers, n_heads, dtype=torch.float64)
+    looks = seen_by.attached(_attention_hooks(seen_by, repeat.query, repeat.earlier + 1, followed))
+    with torch.no_grad(), looks, observe(model, ("entropy", "activation"), progress=True) as seen:
         seen_by.run(text.ids, None, logits=False)
     entropy = seen.result("entropy", data=text.digest)
     activation = seen.result("activation", data=text.digest)
     entropy.save(out / "entropy.safetensors")
     activation.save(out / "activation.safetensors")
 
-    chosen, query = choose_head(entropy, n_tokens, layer, head), choose_query(ids)
-    _stage(3, f"attention of layer {chosen[0]}, head {chosen[1]} at token {query}, by band")
-    attribution = band_attribution(model, text.ids, layer=chosen[0], head=chosen[1], query=query)
+    layer, head = choose_head(followed, layer, head)
+    _stage(3, f"attention of layer {layer}, head {head} at token {repeat.query}, by band")
+    attribution = band_attribution(model, text.ids, layer=layer, head=head, query=repeat.query)
     attribution.save(out / "attribution.safetensors")
 
     _stage(4, "writing the page")
-    page = write_page(
-        out, "SmolLM2-135M", entropy, activation, attribution, _provenance(entropy, host_name, n_tokens)
-    )
+    provenance = _provenance(entropy, host_name, n_tokens)
+    page = write_page(out, "SmolLM2-135M", entropy, activation, attribution, provenance, _why(repeat))
     _print(sharpest_table(entropy))
     typer.echo(f"The page is {page}: open it in a browser, it needs no network.")
     typer.echo(
         f"The scores beside it load with ropelens.BandScores.load({str(out / 'entropy.safetensors')!r})."
+    )
+
+
+def _attention_hooks(host: Host, query: int, key: int, into: Tensor) -> list[tuple[str, Hook]]:
+    """Hooks that write the attention from one query to one key, for every layer and head."""
+
+    def hook_of(layer: int) -> Hook:
+        def keep(scores: Tensor, hook: object) -> None:
+            into[layer] = scores[0, :, query].detach().double().softmax(-1)[:, key].cpu()
+
+        return keep
+
+    return [(host.points(layer)[2], hook_of(layer)) for layer in range(host.n_layers)]
+
+
+def _why(repeat: Repeat) -> str:
+    if not repeat.length:
+        return ""
+    return (
+        f"Here ends the longest phrase that the text repeats, {repeat.length} tokens. "
+        f"The first time it ended at {repeat.earlier:,}; of all heads asked for, this one looks most at what followed there, at "
+        f"{repeat.earlier + 1:,}."
     )
 
 

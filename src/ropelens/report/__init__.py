@@ -1,6 +1,6 @@
 """Saved results as offline HTML pages."""
 
 from ropelens.report.page import write_page
-from ropelens.report.summary import HeadSummary, choose_head, choose_query, lowest_heads
+from ropelens.report.summary import HeadSummary, Repeat, choose_head, choose_repeat, lowest_heads
 
-__all__ = ["HeadSummary", "choose_head", "choose_query", "lowest_heads", "write_page"]
+__all__ = ["HeadSummary", "Repeat", "choose_head", "choose_repeat", "lowest_heads", "write_page"]

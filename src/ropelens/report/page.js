@@ -58,7 +58,7 @@ function drawAttribution() {
   layout.margin.t = 56;
   layout.yaxis.title = undefined;
   if (narrow) {
-    traces[0].colorbar.nticks = 3;
+    Object.assign(traces[0].colorbar, { tickvals: [traces[0].zmin, 0, traces[0].zmax], tickformat: ".1g", len: 0.9 });
     const every = (labels) => labels.filter((_, i) => i % 3 === 0);
     layout.xaxis = { ...layout.xaxis, tickvals: every(layout.xaxis.tickvals), ticktext: every(layout.xaxis.ticktext) };
     layout.xaxis2 = { ...layout.xaxis2, title: undefined, showticklabels: false, ticks: "" };

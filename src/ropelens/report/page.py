@@ -31,6 +31,7 @@ def write_page(
     activation: BandScores,
     attribution: BandAttribution,
     provenance: Mapping[str, str],
+    why: str = "",
 ) -> Path:
     """Writes `index.html` into a folder, and `plotly.min.js` beside it.
 
@@ -39,6 +40,7 @@ def write_page(
         name: The model's name.
         provenance: What to say about where the numbers come from, in this order. The residuals are
             added at the end.
+        why: Why this query and head are shown, in a sentence.
 
     Returns:
         The path of the page.
@@ -55,7 +57,7 @@ def write_page(
         fastest=tokens_label(entropy.bands.wavelength.nan_to_num(float("inf")).min().item()),
         slowest=tokens_label(entropy.bands.wavelength.nan_to_num(0.0).max().item()),
         findings="\n".join(_finding(summary) for summary in lowest_heads(entropy, 8)),
-        query=_query(attribution),
+        query=_query(attribution, why),
         tokens=tokens_html(attribution),
         provenance="\n".join(
             f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
@@ -110,7 +112,7 @@ def _groups(attribution: BandAttribution) -> list[dict[str, Any]]:
     return groups
 
 
-def _query(attribution: BandAttribution) -> str:
+def _query(attribution: BandAttribution, why: str) -> str:
     pattern = attribution.pattern
     strongest = [
         f"<li><q>{_one_line(attribution.tokens[key])}</q> at {key}: {value:.0%}</li>"
@@ -119,7 +121,8 @@ def _query(attribution: BandAttribution) -> str:
     return (
         f"<p>Layer {attribution.layer}, head {attribution.head}; the query is the token "
         f"<q>{_one_line(attribution.tokens[-1])}</q> at position {attribution.query:,} (outlined). "
-        f"The keys that receive most of its attention:</p><ol class='keys'>{''.join(strongest)}</ol>"
+        f"{html.escape(why)} The keys that receive most of its attention:</p>"
+        f"<ol class='keys'>{''.join(strongest)}</ol>"
     )
 
 

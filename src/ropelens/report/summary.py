@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from ropelens.plots.scores import check_index
 from ropelens.scores import BandScores
-
-LONG_RANGE = 64
-"""Wavelength in tokens from which a band reaches further than the words nearby."""
 
 
 @dataclass(frozen=True)
@@ -61,47 +61,31 @@ def lowest_heads(
     return found
 
 
-def choose_head(
-    entropy: BandScores, longest: int, layer: int | None = None, head: int | None = None
-) -> tuple[int, int]:
-    """Returns (layer, head) of a head in mid-network that uses distance over a long range.
+class Repeat(NamedTuple):
+    """A phrase that stands twice in a text, by the positions of its last token.
 
-    Among the middle half of the layers: the head whose entropy is lowered most by the bands with a
-    wavelength between 64 tokens and the length of the text. Slower bands hardly turn within the
-    text, so they tell content rather than distance, and they are what carries the heads that only
-    rest on the first token.
-
-    Args:
-        longest: The length of the text in tokens.
-        layer: Choose among the heads of this layer only.
-        head: Choose among the heads of this number only.
-
-    Raises:
-        ValueError: If there is no such layer or head.
+    Attributes:
+        query: Where the later copy ends.
+        earlier: Where the earlier one ends; -1 if nothing repeats.
+        length: Tokens in the phrase.
     """
-    wavelength = entropy.bands.wavelength
-    useful = (wavelength >= LONG_RANGE) & (wavelength <= max(longest, LONG_RANGE))
-    drop = entropy.mean().nan_to_num(0.0).mul(useful[:, None, :]).sum(-1)
-    n_layers, n_heads = drop.shape
-    check_index("layer", layer, n_layers)
-    check_index("head", head, n_heads)
-    layers = range(n_layers // 4, n_layers - n_layers // 4) if layer is None else [layer]
-    heads = range(n_heads) if head is None else [head]
-    return min(((a, b) for a in layers for b in heads), key=lambda place: drop[place].item())
+
+    query: int
+    earlier: int
+    length: int
 
 
-def choose_query(ids: Sequence[int], min_distance: int = 64) -> int:
-    """Returns the position where the longest phrase ends that stood in the text once before.
+def choose_repeat(ids: Sequence[int], min_distance: int = 64) -> Repeat:
+    """Returns the longest phrase that a text repeats at a distance of at least `min_distance` tokens.
 
-    There a head can do something worth seeing: find the earlier place. The two must lie at least
-    `min_distance` tokens apart; among equally long phrases the last one is taken. Without any
-    repeated token it is the last position.
+    At its end a head can do something worth seeing: find the earlier copy. Among equally long
+    phrases the last is taken. If nothing repeats, the query is the last position.
 
     Example:
-        >>> choose_query([5, 6, 7, 8, 9, 6, 7, 1], min_distance=2)
-        6
+        >>> choose_repeat([5, 6, 7, 8, 9, 6, 7, 1], min_distance=2)
+        Repeat(query=6, earlier=2, length=2)
     """
-    best, best_length = len(ids) - 1, 0
+    best = Repeat(len(ids) - 1, -1, 0)
     seen: dict[int, list[int]] = {}
     lengths: dict[int, int] = {}  # earlier position -> length of the phrase that ends there and here
     for position, token in enumerate(ids):
@@ -110,8 +94,30 @@ def choose_query(ids: Sequence[int], min_distance: int = 64) -> int:
             for earlier in seen.get(token, [])
             if position - earlier >= min_distance
         }
-        longest = max(lengths.values(), default=0)
-        if longest and longest >= best_length:
-            best, best_length = position, longest
+        earlier = max(lengths, key=lengths.__getitem__, default=-1)
+        if earlier >= 0 and lengths[earlier] >= best.length:
+            best = Repeat(position, earlier, lengths[earlier])
         seen.setdefault(token, []).append(position)
     return best
+
+
+def choose_head(
+    attention: Float64[Tensor, "layer head"], layer: int | None = None, head: int | None = None
+) -> tuple[int, int]:
+    """Returns (layer, head) of the head that pays most attention to the token asked about.
+
+    Args:
+        attention: From the query to that token. For a `Repeat` it is the token after the earlier
+            copy: an induction head looks there.
+        layer: Choose among the heads of this layer only.
+        head: Choose among the heads of this number only.
+
+    Raises:
+        ValueError: If there is no such layer or head.
+    """
+    n_layers, n_heads = attention.shape
+    check_index("layer", layer, n_layers)
+    check_index("head", head, n_heads)
+    layers = range(n_layers) if layer is None else [layer]
+    heads = range(n_heads) if head is None else [head]
+    return max(((a, b) for a in layers for b in heads), key=lambda place: attention[place].item())
