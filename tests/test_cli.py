@@ -97,7 +97,7 @@ def test_demo_writes_scores_and_a_page(run, tiny, tmp_path: Path) -> None:
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "<dd>ropelens demo --tokens 160 --host hooked</dd>" in page
     assert entropy.data in page
-    assert f"The first time it ended at {repeat.earlier}; of all heads" in page
+    assert f"The first time it ended at {repeat.earlier}; of all heads, this one" in page
 
 
 def test_demo_shows_the_head_that_was_asked_for(run, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     entropy.save(out / "entropy.safetensors")
     activation.save(out / "activation.safetensors")
 
+    heads = "all heads" if layer is None and head is None else "the heads asked for"
     layer, head = choose_head(followed, layer, head)
     _stage(3, f"attention of layer {layer}, head {head} at token {repeat.query}, by band")
     attribution = band_attribution(model, text.ids, layer=layer, head=head, query=repeat.query)
@@ -141,7 +142,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
 
     _stage(4, "writing the page")
     provenance = _provenance(entropy, host_name, n_tokens)
-    page = write_page(out, "SmolLM2-135M", entropy, activation, attribution, provenance, _why(repeat))
+    page = write_page(out, "SmolLM2-135M", entropy, activation, attribution, provenance, _why(repeat, heads))
     _print(sharpest_table(entropy))
     typer.echo(f"The page is {page}: open it in a browser, it needs no network.")
     typer.echo(
@@ -161,12 +162,12 @@ def _attention_hooks(host: Host, query: int, key: int, into: Tensor) -> list[tup
     return [(host.points(layer)[2], hook_of(layer)) for layer in range(host.n_layers)]
 
 
-def _why(repeat: Repeat) -> str:
+def _why(repeat: Repeat, heads: str) -> str:
     if not repeat.length:
         return ""
     return (
-        f"Here ends the longest phrase that the text repeats, {repeat.length} tokens. "
-        f"The first time it ended at {repeat.earlier:,}; of all heads asked for, this one looks most at what followed there, at "
+        f"Here ends the longest phrase that the text repeats, {repeat.length} tokens. The first time it "
+        f"ended at {repeat.earlier:,}; of {heads}, this one looks most at what followed there, at "
         f"{repeat.earlier + 1:,}."
     )
 

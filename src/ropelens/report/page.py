@@ -117,6 +117,7 @@ def _query(attribution: BandAttribution, why: str) -> str:
     strongest = [
         f"<li><q>{_one_line(attribution.tokens[key])}</q> at {key}: {value:.0%}</li>"
         for value, key in zip(*(t.tolist() for t in pattern.topk(min(5, len(pattern)))), strict=True)
+        if value >= 0.005  # less would read 0%
     ]
     return (
         f"<p>Layer {attribution.layer}, head {attribution.head}; the query is the token "
