@@ -174,8 +174,8 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for x in lines:
         print(
-            f"| {x.op} | {x.method} | {x.T:,} | {x.seconds:.4f} | {x.baseline} | {x.ratio:.1f} | {x.error:.1e} "
-            f"| {x.peak_mb:.0f} |"
+            f"| {x.op} | {x.method} | {x.T:,} | {x.seconds:.4f} | {x.baseline} | {x.ratio:.1f} "
+            f"| {x.error:.1e} | {x.peak_mb:.0f} |"
         )
 
 

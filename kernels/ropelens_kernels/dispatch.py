@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -59,6 +61,12 @@ def activation(
     chosen("method", method, ("auto", "pairwise", "sorted", "harmonic"))
     fused = _runs_fused(backend, q)
     inputs = prepare(q, k, pairs=pairs, scale=scale, mask=mask, window=window, tol=tol)
+    if fused and method == "sorted":
+        if backend == "fused":
+            raise ValueError(
+                'expected "pairwise" or "harmonic" for the fused activation, got \'sorted\': choose one'
+            )
+        fused = False
     return _activation.activation(inputs, tol, method, fused)
 
 
@@ -107,7 +115,14 @@ def entropy(
         True
     """
     chosen("method", method, ("auto", "adaptive"))
-    _runs_fused(backend, q)
+    fused = _runs_fused(backend, q)
+    if fused and (softcap is not None or split_first or tol < SINGLE or q.dtype == torch.float64):
+        if backend == "fused":
+            raise ValueError(
+                "expected no softcap, no split_first, tol of at least 1e-5 and no float64 for the fused entropy, "
+                'got one of them: use backend="torch"'
+            )
+        fused = False
     inputs = prepare(
         q,
         k,
@@ -120,7 +135,7 @@ def entropy(
         tol=tol,
         dtype=torch.float64 if tol < SINGLE else None,
     )
-    return _entropy.entropy(inputs, tol, split_first)
+    return _entropy.entropy(inputs, tol, split_first, _first_rule() if fused else None)
 
 
 @torch.no_grad()
@@ -204,4 +219,11 @@ def _runs_fused(backend: str, q: Tensor) -> bool:
             f'expected CUDA tensors for backend="fused", got {q.device.type} tensors: Triton kernels run on '
             'a GPU only, so move q and k there or use backend="torch"'
         )
-    return False
+    return backend == "fused" or (backend == "auto" and q.is_cuda and find_spec("triton") is not None)
+
+
+def _first_rule() -> _entropy.FirstRule:
+    """The Triton kernel, imported only when it runs."""
+    from ropelens_kernels.fused.entropy import first_rule_rows
+
+    return first_rule_rows

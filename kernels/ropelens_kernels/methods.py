@@ -24,7 +24,15 @@ def activation(inputs: Inputs, tol: float, method: str, fused: bool) -> Activati
         method = _choice(inputs, tol)
     bound: Float64[Tensor, "batch head band"] | None = None
     estimate: Float64[Tensor, "batch head band"] | None = None
-    if method == "harmonic":
+    if fused and method in ("pairwise", "harmonic"):
+        from ropelens_kernels.fused.methods import harmonic_fused, pairwise_fused  # imports triton
+
+        if method == "harmonic":
+            values, bound, estimate = harmonic_fused(inputs)
+        else:
+            values = pairwise_fused(inputs)
+        method += ", fused"
+    elif method == "harmonic":
         values, bound, estimate, size, _ = harmonic(inputs, tol)
         if wanted == "auto" and not (estimate <= tol * size).all():
             method = "sorted"

@@ -8,7 +8,8 @@ from definitions import HALF, sample
 from ropelens_kernels.checks import prepare
 from ropelens_kernels.fused.activation import far_terms, pairwise_planes
 from ropelens_kernels.fused.entropy import first_rule_rows
-from ropelens_kernels.reference.entropy import rows
+from ropelens_kernels.fused.methods import harmonic_fused, pairwise_fused
+from ropelens_kernels.reference.entropy import entropy, rows
 from ropelens_kernels.reference.pairwise import pairwise
 from ropelens_kernels.reference.quadrature import uniform
 
@@ -73,6 +74,18 @@ def entropy_case(length, fewer, window, sinks, d, pads):
         assert (residual[0, head] - exact.residual)[real].abs().max() <= 2e-5
 
 
+def whole_methods(window):
+    q, k = sample(batch=2, query=140, key=150, dtype=torch.float32)
+    exact = pairwise(prepare(q.double(), k.double(), pairs=HALF(6), scale=-0.4, window=window))
+    inputs = prepare(q, k, pairs=HALF(6), scale=-0.4, window=window)
+    torch.testing.assert_close(pairwise_fused(inputs), exact, rtol=1e-5, atol=0)
+    values, bound, _ = harmonic_fused(inputs, m=8)
+    assert ((values - exact).abs() <= bound).all()
+    mine, theirs = entropy(inputs, 1e-3, False, first_rule_rows), entropy(inputs, 1e-3, False)
+    torch.testing.assert_close(mine.values, theirs.values, rtol=0, atol=140e-5)
+    assert mine.method == "adaptive, fused"
+
+
 def main():
     """Each case by name, so that the test that runs this can list them."""
     for case in ((1, 0, 1, 1, None), (63, 0, 4, 2, None), (130, 0, 2, 1, 50), (130, 97, 2, 2, None)):
@@ -86,6 +99,8 @@ def main():
         (100, 66, None, sinks, 8, 3),
     ):
         entropy_case(*case)
+    whole_methods(None)
+    whole_methods(100)
     print("ok")
 
 

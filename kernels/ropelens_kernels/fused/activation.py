@@ -50,7 +50,7 @@ def harmonics_kernel(
     x, out, bands, time, x_row, x_band, x_xy, out_term,
     M: tl.constexpr, WIDTH: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the block sums of |x| cos 2j phi and |x| sin 2j phi, j = 0..M, to out[term, xy, row, band, block]."""
+    """Writes block sums of |x| cos 2j phi and |x| sin 2j phi, j = 0..M: out[term, xy, row, band, block]."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     band = tl.program_id(2) * BANDS + tl.arange(0, BANDS)
     t = block * WIDTH + tl.arange(0, WIDTH)
@@ -90,7 +90,9 @@ def block_sums(x, m):
     batch, heads, bands, _, time = x.shape
     x = x.flatten(0, 1)
     blocks = triton.cdiv(time, WIDTH)
-    out = torch.full((m + 1, 2, batch * heads, bands, blocks), torch.nan, dtype=torch.float32, device=x.device)
+    out = torch.full(
+        (m + 1, 2, batch * heads, bands, blocks), torch.nan, dtype=torch.float32, device=x.device
+    )
     if bands:
         harmonics_kernel[(blocks, batch * heads, triton.cdiv(bands, BANDS))](
             x, out, bands, time, *x.stride()[:3], out.stride(1), M=m, WIDTH=WIDTH, BANDS=BANDS

@@ -8,14 +8,16 @@ import triton.language as tl
 
 from ropelens_kernels.reference.quadrature import uniform
 
-QUERIES, KEYS = 64, 32  # a tile
+QUERIES, KEYS = 32, 32  # a tile
 
 
 @triton.jit
 def _scores(queries, k, p, i, d, real, keys, window, k_time, D: tl.constexpr):
     """Returns the keys [key, d], their logits and whether each query sees them."""
     there = i < keys
-    block = tl.load(k + i[:, None].to(tl.int64) * k_time + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
+    block = tl.load(
+        k + i[:, None].to(tl.int64) * k_time + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0
+    )
     token = tl.load(real + i, mask=there, other=0) != 0
     distance = p[:, None] - i[None, :]
     seen = (distance >= 0) & (distance < window) & token[None, :]
@@ -42,7 +44,9 @@ def entropy_kernel(
     inside = place < queries
     both = inside[:, None] & (d[None, :] < D)
     block_q = scale * tl.load(
-        q + batch * q_batch + head * q_head + place[:, None].to(tl.int64) * q_time + d[None, :], mask=both, other=0.0
+        q + batch * q_batch + head * q_head + place[:, None].to(tl.int64) * q_time + d[None, :],
+        mask=both,
+        other=0.0,
     )
     k += batch * k_batch + (head // group) * k_head
     real += batch * keys
@@ -94,7 +98,9 @@ def entropy_kernel(
     if SINK:
         large = tl.maximum(begin, sink)
         begin_all = large + tl.log(tl.exp(begin - large) + tl.exp(sink - large))
-        change = tl.log(z_end) - tl.log(1.0 - sunk_end) - mean * (1.0 - sunk_end) / z_end - sunk_end * (sink - top)
+        change = (
+            tl.log(z_end) - tl.log(1.0 - sunk_end) - mean * (1.0 - sunk_end) / z_end - sunk_end * (sink - top)
+        )
         change -= begin_all - sink * tl.exp(sink - begin_all)
     else:
         total = tl.where(count[:, None] > 1, total, 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,8 +15,9 @@ from ropelens_kernels.reference.path import HIDDEN, point
 from ropelens_kernels.reference.quadrature import Rule, gauss, ladder, uniform
 from ropelens_kernels.results import EntropyResult
 
-FIRST = uniform(5, 2)  # the first rule
-SAMPLE = 64  # one row in so many is done by two rules, for the estimate
+FirstRule = Callable[..., tuple[Tensor, Tensor]]  # -> drop [batch, head, query, d_head], residual
+FIRST, SECOND = uniform(5, 2), uniform(10, 2)  # the first rule, and the one it is compared with
+SAMPLE = 256  # one row in so many is done by two rules, for the estimate
 BLOCK = 2**18  # elements of a block's [row, key] arrays, so that a core's cache holds them
 
 
@@ -144,56 +148,74 @@ def refined(
     sink: Float[Tensor, "row 1"] | None,
     split_first: bool,
     tol: float,
+    found: Rows,
 ) -> Rows:
     """Climbs the ladder of rules in float64 until each row's residual is at most `tol`.
 
-    A rule is trusted only once the next one agrees: completeness alone can hold by cancellation.
+    A rule is trusted only if it also agrees to some tolerances with the one before: completeness alone
+    can hold by cancellation.
+
+    Args:
+        found: What the first rule found, in float64; overwritten.
     """
     q, k = q.double(), k.double()
     sink = None if sink is None else sink.double()
-    logits = (q @ k.T).masked_fill_(~seen, HIDDEN)
-    spread = max(float((logits.amax(-1) - logits.masked_fill(~seen, torch.inf).amin(-1)).max()), 0.0)
+    logits = q @ k.T
+    high, low = (logits.masked_fill(~seen, end) for end in (-torch.inf, torch.inf))
+    spread = float((high.amax(-1) - low.amin(-1)).max())
     todo = torch.arange(len(q), device=q.device)
-    found: Rows | None = None
     for rule in ladder(spread):
         part = None if sink is None else sink[todo]
         new = rows(q[todo], k, seen[todo], rule, inputs, part, split_first)
-        if found is None:
-            found, open_ = new, torch.ones_like(todo, dtype=torch.bool)
-        else:
-            change = (new.drop - found.drop[todo]).abs().sum(-1)
-            better = new.residual < found.residual[todo]
-            open_ = ~((new.residual <= tol) & (change <= 10 * tol))
-            keep = todo[better | ~open_]
-            pick = better | ~open_
-            found.drop[keep] = new.drop[pick]
-            found.residual[keep] = new.residual[pick]
-            if found.first is not None and new.first is not None:
-                found.first[keep] = new.first[pick]
-        todo = todo[open_]
+        done = (new.residual <= tol) & ((new.drop - found.drop[todo]).norm(dim=-1) <= 10 * tol)
+        pick = done | (new.residual < found.residual[todo])
+        found.drop[todo[pick]] = new.drop[pick]
+        found.residual[todo[pick]] = new.residual[pick]
+        if found.first is not None and new.first is not None:
+            found.first[todo[pick]] = new.first[pick]
+        todo = todo[~done]
         if len(todo) == 0:
             break
-    assert found is not None
     return found
 
 
-def entropy(inputs: Inputs, tol: float, split_first: bool) -> EntropyResult:
-    """Returns the band entropy: a first rule for all rows, the ladder for those that it misses."""
+def entropy(
+    inputs: Inputs, tol: float, split_first: bool, first_rule: FirstRule | None = None
+) -> EntropyResult:
+    """Returns the band entropy: a first rule for all rows, the ladder for those that it misses.
+
+    Args:
+        first_rule: A kernel that does the first rule of all rows at once.
+    """
+    done: tuple[Tensor, Tensor] | None = None
+    if first_rule is not None:
+        args = (inputs.q, inputs.k, inputs.real, inputs.n_visible, inputs.scale, inputs.window, inputs.sinks)
+        done = first_rule(*args)
     batch, heads, queries, _ = inputs.q.shape
     sums = Sums(inputs, split_first)
     for row in range(batch):
         for head in range(0, heads, inputs.group):
             start = 0
             while start < queries:
-                first, last = inputs.key_span(start, min(start + 16, queries))
-                step = max(4, BLOCK // (inputs.group * (last - first)))
+                seen = min(start + inputs.offset, inputs.window or inputs.k.shape[2])
+                area = BLOCK // inputs.group  # step * (seen + step) elements a head
+                step = max(4, int((math.sqrt(seen * seen + 4 * area) - seen) / 2))
                 stop = min(start + step, queries)
-                _block(inputs, sums, tol, row, head, start, stop)
+                _block(inputs, sums, tol, row, head, start, stop, done)
                 start = stop
-    return sums.result()
+    return sums.result("adaptive" if first_rule is None else "adaptive, fused")
 
 
-def _block(inputs: Inputs, sums: Sums, tol: float, row: int, head: int, start: int, stop: int) -> None:
+def _block(
+    inputs: Inputs,
+    sums: Sums,
+    tol: float,
+    row: int,
+    head: int,
+    start: int,
+    stop: int,
+    done: tuple[Tensor, Tensor] | None,
+) -> None:
     """Adds the queries `start:stop` of the heads that share a key head, `head` being the first."""
     first, last = inputs.key_span(start, stop)
     heads = slice(head, head + inputs.group)
@@ -202,22 +224,28 @@ def _block(inputs: Inputs, sums: Sums, tol: float, row: int, head: int, start: i
     k = inputs.k[row, head // inputs.group, first:last]
     sink = None if inputs.sinks is None else inputs.sinks[heads].repeat_interleave(stop - start)[:, None]
     seen = inputs.visible(start, stop, first, last)[row].repeat(inputs.group, 1)
-    if inputs.softcap is None and sums.first is None:
+    if done is not None:
+        drop, residual = (x[row, heads, start:stop].flatten(0, 1) for x in done)
+        found = Rows(drop, None, residual)
+    elif inputs.softcap is None and sums.first is None:
         n = inputs.n_visible[row, start:stop].repeat(inputs.group)[:, None]
         found = first_rows(q, k, seen, n, sink)
     else:
         found = rows(q, k, seen, FIRST, inputs, sink, sums.first is not None)
     missed = counted & ~(found.residual <= tol)
-    again = missed.clone()
-    again[:: SAMPLE + 1] = True
-    again &= counted
-    pick = again.nonzero().flatten()
+    pick = missed.nonzero().flatten()
     if len(pick):
         part = None if sink is None else sink[pick]
-        better = refined(q[pick], k, seen[pick], inputs, part, sums.first is not None, tol)
-        sums.compare(row, head, pick // (stop - start), found.drop[pick], better.drop, ~missed[pick])
-        found.drop[pick] = better.drop.to(q.dtype)
-        found.residual[pick] = better.residual.to(q.dtype)
-        if found.first is not None and better.first is not None:
-            found.first[pick] = better.first.to(q.dtype)
+        old = Rows(
+            *(None if x is None else x[pick].double() for x in (found.drop, found.first, found.residual))
+        )
+        new = refined(q[pick], k, seen[pick], inputs, part, sums.first is not None, tol, old)
+        found.drop[pick], found.residual[pick] = new.drop.to(q.dtype), new.residual.to(q.dtype)
+        if found.first is not None and new.first is not None:
+            found.first[pick] = new.first.to(q.dtype)
+    pick = (counted & ~missed).nonzero().flatten()[::SAMPLE]
+    if len(pick):
+        part = None if sink is None else sink[pick]
+        other = rows(q[pick], k, seen[pick], SECOND, inputs, part, False)
+        sums.compare(row, head, pick // (stop - start), found.drop[pick], other.drop)
     sums.add(row, head, found, counted, missed)

@@ -53,16 +53,13 @@ class Sums:
         self.total[row, heads] += residual.sum(1)
         self.refined[row, heads] += missed.view(group, -1).sum(1)
 
-    def compare(self, row: int, head: int, which: Tensor, old: Tensor, new: Tensor, passed: Tensor) -> None:
-        """Keeps the worst relative distance of two rules over rows that the first rule passed."""
-        a, b = (
-            torch.cat([(parts := self.inputs.split(x))[0], parts[1][:, None]], 1) for x in (old.double(), new)
-        )
-        distance = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-12)
-        distance = distance.masked_fill(~passed, 0)
+    def compare(self, row: int, head: int, which: Tensor, first: Tensor, second: Tensor) -> None:
+        """Keeps the worst relative distance of two rules over rows, `which` being their head of the group."""
+        a, b = (torch.cat([(x := self.inputs.split(drop))[0], x[1][:, None]], 1) for drop in (first, second))
+        distance = (a - b).double().norm(dim=1) / b.double().norm(dim=1).clamp(min=1e-12)
         self.estimate[row, head : head + self.inputs.group].scatter_reduce_(0, which, distance, "amax")
 
-    def result(self) -> EntropyResult:
+    def result(self, method: str) -> EntropyResult:
         """Returns the sums by band."""
         inputs = self.inputs
         values, rest = inputs.split(self.drop)
@@ -79,5 +76,5 @@ class Sums:
             n_refined=self.refined.long(),
             first_values=first,
             first_rest=first_rest,
-            method="adaptive",
+            method=method,
         )
