@@ -224,7 +224,13 @@ def band_attribution(
 
 
 def _observed(
-    model: Any, text: Any, attention_mask: Tensor | None, tokenizer: Any, metric: str, tol: float, progress: bool
+    model: Any,
+    text: Any,
+    attention_mask: Tensor | None,
+    tokenizer: Any,
+    metric: str,
+    tol: float,
+    progress: bool,
 ) -> BandScores:
     host = host_of(model)
     tokens = tokens_of(host, text, attention_mask, tokenizer)
@@ -235,5 +241,7 @@ def _observed(
 
 def _index(name: str, value: int, count: int) -> int:
     if not -count <= value < count:
-        raise ValueError(f"expected a {name} from 0 to {count - 1} (or from the end, -1 to -{count}), got {value}")
+        raise ValueError(
+            f"expected a {name} from 0 to {count - 1} (or from the end, -1 to -{count}), got {value}"
+        )
     return value % count

