@@ -119,8 +119,8 @@ def entropy(
     if fused and (softcap is not None or split_first or tol < SINGLE or q.dtype == torch.float64):
         if backend == "fused":
             raise ValueError(
-                "expected no softcap, no split_first, tol of at least 1e-5 and no float64 for the fused entropy, "
-                'got one of them: use backend="torch"'
+                "expected no softcap, no split_first, no float64 and tol >= 1e-5 for the fused entropy, "
+                'got another: use backend="torch"'
             )
         fused = False
     inputs = prepare(

@@ -46,12 +46,14 @@ def main():
                 if arg.startswith(("q_", "k_", "x_")):
                     hints[(index,)] = [["tt.divisibility", 16]]
         for target, gpu in TARGETS.items():
-            built = triton.compile(ASTSource(kernel, signature, constants, hints), target=gpu)
+            options = {"num_warps": entropy.WARPS} if kernel is entropy.entropy_kernel else {}
+            source = ASTSource(kernel, signature, constants, hints)
+            built = triton.compile(source, target=gpu, options=options)
             line = {"kernel": name, "target": target, "shared": built.metadata.shared}
             if target == "sm_90":
                 with tempfile.TemporaryDirectory() as folder:
-                    source = Path(folder) / "k.ptx"
-                    source.write_text(built.asm["ptx"])
+                    ptx = Path(folder) / "k.ptx"
+                    ptx.write_text(built.asm["ptx"])
                     command = [
                         str(ptxas),
                         "-v",

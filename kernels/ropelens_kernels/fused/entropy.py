@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ropelens_kernels.reference.quadrature import uniform
 
-QUERIES, KEYS = 32, 32  # a tile
+QUERIES, KEYS, WARPS = 32, 32, 8  # a tile, and what holds it without spilling on sm_90
 
 
 @triton.jit
@@ -130,6 +130,7 @@ def first_rule_rows(q, k, real, visible, scale, window=None, sinks=None):
         heads, heads // kv, queries, keys, keys - queries, window or keys, float(scale),
         *q.stride()[:3], *k.stride()[:3],
         D=d_head, WIDE=max(16, triton.next_power_of_2(d_head)), SINK=sinks is not None,
-        NODES=len(nodes), POINTS=triton.next_power_of_2(len(nodes)), QUERIES=QUERIES, KEYS=KEYS,
+        NODES=len(nodes), POINTS=triton.next_power_of_2(len(nodes)),
+        QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS,
     )  # fmt: skip
     return drop, residual

@@ -93,14 +93,14 @@ def first_rows(
     n: Tensor,
     sink: Float[Tensor, "row 1"] | None,
 ) -> Rows:
-    """The same as `rows` for the first rule without a softcap, with 7 exponentials for 11 points.
+    """The same as `rows` for the first rule without a softcap, with 6 exponentials for 11 points.
 
-    The rule has the same nodes u_j in both halves of the path, so that with the logits l shifted by
+    `seen` may hold the last keys only, where all see the others. The rule has the same nodes
+    u_j in both halves of the path, so that with the logits l shifted by
     their maximum `exp((1 + u) / 2 l) = exp(u / 2 l) * exp(l / 2)`, and `exp(l) = exp(l / 2)^2`.
     """
     logits = q @ k.T
-    if not seen.all():
-        logits.masked_fill_(~seen, HIDDEN)
+    logits[:, -seen.shape[1] :].masked_fill_(~seen, HIDDEN)
     top = logits.amax(-1, keepdim=True)
     logits -= top
     half = torch.exp(logits * 0.5)
@@ -223,7 +223,9 @@ def _block(
     q = (inputs.q[row, heads, start:stop] * inputs.scale).flatten(0, 1)
     k = inputs.k[row, head // inputs.group, first:last]
     sink = None if inputs.sinks is None else inputs.sinks[heads].repeat_interleave(stop - start)[:, None]
-    seen = inputs.visible(start, stop, first, last)[row].repeat(inputs.group, 1)
+    causal = inputs.window is None and bool(inputs.real[row, :last].all())
+    edge = start + inputs.offset if causal else first  # keys before it are seen by every query of the block
+    seen = inputs.visible(start, stop, edge, last)[row].repeat(inputs.group, 1)
     if done is not None:
         drop, residual = (x[row, heads, start:stop].flatten(0, 1) for x in done)
         found = Rows(drop, None, residual)
@@ -231,7 +233,7 @@ def _block(
         n = inputs.n_visible[row, start:stop].repeat(inputs.group)[:, None]
         found = first_rows(q, k, seen, n, sink)
     else:
-        found = rows(q, k, seen, FIRST, inputs, sink, sums.first is not None)
+        found = rows(q, k, _whole(seen, k), FIRST, inputs, sink, sums.first is not None)
     missed = counted & ~(found.residual <= tol)
     pick = missed.nonzero().flatten()
     if len(pick):
@@ -239,13 +241,18 @@ def _block(
         old = Rows(
             *(None if x is None else x[pick].double() for x in (found.drop, found.first, found.residual))
         )
-        new = refined(q[pick], k, seen[pick], inputs, part, sums.first is not None, tol, old)
+        new = refined(q[pick], k, _whole(seen[pick], k), inputs, part, sums.first is not None, tol, old)
         found.drop[pick], found.residual[pick] = new.drop.to(q.dtype), new.residual.to(q.dtype)
         if found.first is not None and new.first is not None:
             found.first[pick] = new.first.to(q.dtype)
     pick = (counted & ~missed).nonzero().flatten()[::SAMPLE]
     if len(pick):
         part = None if sink is None else sink[pick]
-        other = rows(q[pick], k, seen[pick], SECOND, inputs, part, False)
+        other = rows(q[pick], k, _whole(seen[pick], k), SECOND, inputs, part, False)
         sums.compare(row, head, pick // (stop - start), found.drop[pick], other.drop)
     sums.add(row, head, found, counted, missed)
+
+
+def _whole(seen: Tensor, k: Tensor) -> Tensor:
+    """Adds the keys that every row sees in front."""
+    return torch.nn.functional.pad(seen, (len(k) - seen.shape[1], 0), value=True)
