@@ -58,12 +58,12 @@ def gpu(lengths: list[int]) -> tuple[list[Line], str]:
         lines.append(Line("attention", "SDPA", length, sdpa, "sdpa", 1.0, float("nan"), peak))
         base = float("nan")
         for method in ("pairwise", "harmonic"):
-            run = lambda q=q, k=k, m=method: activation(q, k, method=m, backend="fused", **case)  # noqa: E731
+            run = lambda q=q, k=k, m=method, c=case: activation(q, k, method=m, backend="fused", **c)  # noqa: E731
             seconds, peak = timed(run)
             base = seconds if method == "pairwise" else base
             error = worst(run().values, exact)
             lines.append(Line("activation", method, length, seconds, "pairwise", base / seconds, error, peak))
-        run = lambda q=q, k=k: entropy(q, k, backend="fused", **case)  # noqa: E731
+        run = lambda q=q, k=k, c=case: entropy(q, k, backend="fused", **c)  # noqa: E731
         seconds, peak = timed(run)
         values, truth = run().values, entropy(q.double(), k.double(), tol=1e-9, **case).values
         lines.append(
