@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -43,7 +44,9 @@ def _from_model(length: int, source: dict[str, str]) -> tuple[Tensor, Tensor]:
 
     caught: list[Tensor] = []
 
-    def attend(module, q, k, v, mask, scaling=None, **_):
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
         if module.layer_idx == LAYER:
             caught.extend((q.transpose(1, 2).clone(), k.transpose(1, 2).clone()))
         out = torch.nn.functional.scaled_dot_product_attention(

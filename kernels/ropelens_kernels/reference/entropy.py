@@ -41,7 +41,7 @@ def weights(
     j = seen.byte().argmax(-1, keepdim=True) if split_first else None
     for t, dt in zip(*rule, strict=True):
         at = point(logits, t, softcap, sink)
-        if softcap is None:
+        if at.slope is None:
             total += at.attention * (dt if sink is None or at.sink is None else dt * (1 + sink * at.sink))
         else:
             mean = (at.attention * at.potential).sum(-1, keepdim=True)
@@ -238,9 +238,8 @@ def _block(
     pick = missed.nonzero().flatten()
     if len(pick):
         part = None if sink is None else sink[pick]
-        old = Rows(
-            *(None if x is None else x[pick].double() for x in (found.drop, found.first, found.residual))
-        )
+        first_part = None if found.first is None else found.first[pick].double()
+        old = Rows(found.drop[pick].double(), first_part, found.residual[pick].double())
         new = refined(q[pick], k, _whole(seen[pick], k), inputs, part, sums.first is not None, tol, old)
         found.drop[pick], found.residual[pick] = new.drop.to(q.dtype), new.residual.to(q.dtype)
         if found.first is not None and new.first is not None:

@@ -95,24 +95,30 @@ def harmonic(
         for planes in causal_pieces(inputs, row, kv):
             q, k = _blocks(planes, block)
             exact[row, kv * inputs.group : (kv + 1) * inputs.group] += near(q, k)
-    for m in ladder:
-        terms = inputs.q.new_zeros(m + 1, *shape, dtype=torch.float64)
-        for row, kv in itertools.product(range(batch), range(inputs.k.shape[1])):
-            for planes in causal_pieces(inputs, row, kv):
-                terms[:, row, kv * inputs.group : (kv + 1) * inputs.group] += _far(planes, m, block)
-        (c, worst), (fewer, _) = rule(m), rule(max(1, m * 3 // 4))
-        far = torch.tensordot(terms.new_tensor(c), terms, 1)
-        change = terms.new_tensor(c)
-        change[: len(fewer)] -= change.new_tensor(fewer)
-        estimate = torch.tensordot(change.abs(), terms.abs(), 1)
-        size = 2 / math.pi * terms[0] + exact
-        if (estimate <= tol * size).all():
-            break
+    for m in ladder[:-1]:
+        found = _attempt(inputs, exact, m, rule, block)
+        if (found.estimate <= tol * found.size).all():
+            return found
+    return _attempt(inputs, exact, ladder[-1], rule, block)
+
+
+def _attempt(inputs: Inputs, exact: Tensor, m: int, rule: Callable[[int], Rule], block: int) -> Harmonic:
+    """Returns the result with `m` harmonics, `exact` being the pairs inside blocks, without the scale."""
+    terms = exact.new_zeros(m + 1, *exact.shape)
+    for row, kv in itertools.product(range(exact.shape[0]), range(inputs.k.shape[1])):
+        for planes in causal_pieces(inputs, row, kv):
+            terms[:, row, kv * inputs.group : (kv + 1) * inputs.group] += _far(planes, m, block)
+    (c, worst), (fewer, _) = rule(m), rule(max(1, m * 3 // 4))
+    far = torch.tensordot(terms.new_tensor(c), terms, 1)
+    change = terms.new_tensor(c)
+    change[: len(fewer)] -= change.new_tensor(fewer)
+    estimate = torch.tensordot(change.abs(), terms.abs(), 1)
     eps = torch.finfo(inputs.q.dtype).eps
     # the recurrence of cos 2jx amplifies rounding by j^2 at most, of terms that add up to |c|_1 = 1.6
     bound = (worst + 2 * eps * m * m) * terms[0] + 64 * eps * (exact + terms[0])
+    size = torch.mul(terms[0], 2 / math.pi) + exact
     scale = abs(inputs.scale)
-    return Harmonic(scale * (exact + far), scale * bound, scale * estimate, scale * size, m)
+    return Harmonic(scale * (exact + far), scale * bound, estimate.mul(scale), size.mul(scale), m)
 
 
 def _blocks(planes: Planes, block: int) -> tuple[Tensor, Tensor]:
