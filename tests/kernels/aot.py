@@ -58,7 +58,7 @@ def main():
                         str(ptxas),
                         "-v",
                         "-arch=sm_90a",
-                        str(source),
+                        str(ptx),
                         "-o",
                         str(Path(folder) / "k.cubin"),
                     ]
