@@ -88,19 +88,20 @@ def gain_gradients(
     Next tokens are drawn from the model's own distribution and are labels only: the input stays.
     """
     gains = [
-        torch.ones(spec.n_heads, spec.d_head, device=host.device, requires_grad=True)
+        torch.ones(spec.n_heads, spec.d_head, dtype=torch.float64, device=host.device, requires_grad=True)
         for spec in host.certificate.layers
     ]
     hooks = [(host.points(layer)[0], _gain_hook(gain)) for layer, gain in enumerate(gains)]
     with torch.enable_grad(), _frozen(host.model), host.attached(hooks):
         logits = host.run(ids, None)
         assert logits is not None
-        log_probs = logits[0].float().log_softmax(-1)
+        # Half precision is too coarse for logarithms; float64 stays what it is.
+        log_probs = logits[0].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         for sample in range(n_samples):
             labels = sample_labels(log_probs.detach(), seed=(*seed, sample))
             picked = log_probs.gather(-1, labels[:, None]).sum()
             gradient = torch.autograd.grad(picked, gains, retain_graph=sample + 1 < n_samples)
-            yield [g.double().cpu() for g in gradient]
+            yield [g.cpu() for g in gradient]
 
 
 def sample_labels(log_probs: Float[Tensor, "pos token"], seed: tuple[int, ...]) -> Int64[Tensor, "pos"]:
