@@ -34,8 +34,8 @@ class Bands:
 
     inv_freq: Float64[Tensor, "layer band"]
     pairs: Int64[Tensor, "layer band 2"]
-    n_rest: Int64[Tensor, "layer"]
-    amplitude: Float64[Tensor, "layer"]
+    n_rest: Int64[Tensor, " layer"]
+    amplitude: Float64[Tensor, " layer"]
 
     @classmethod
     def of(cls, model: Any) -> Bands:

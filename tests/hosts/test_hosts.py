@@ -81,12 +81,16 @@ def test_bands_and_rest_add_up_to_the_models_scores(family: str):
     host = host_of(model)
     seen = {}
     names = host.points(1)
-    model.run_with_hooks(tiny.ids(), fwd_hooks=[(n, lambda t, hook: seen.update({hook.name: t})) for n in names])
+    model.run_with_hooks(
+        tiny.ids(), fwd_hooks=[(n, lambda t, hook: seen.update({hook.name: t})) for n in names]
+    )
     q, k, scores = (seen[name].detach() for name in names)
     spec = host.certificate.layers[1]
     rotated = spec.rotation.pairs.flatten().tolist()
     rest = [d for d in range(spec.d_head) if d not in rotated]
-    parts = [rebuild_scores(q[..., dims], k[..., dims], LayerClaim(spec.scale)) for dims in spec.rotation.pairs]
+    parts = [
+        rebuild_scores(q[..., dims], k[..., dims], LayerClaim(spec.scale)) for dims in spec.rotation.pairs
+    ]
     parts.append(rebuild_scores(q[..., rest], k[..., rest], LayerClaim(spec.scale)))
     logits = torch.stack(parts).sum(0)
     if spec.softcap:
@@ -119,7 +123,9 @@ def test_hooked_transformer_and_bridge_agree(family: str):
     bridge, hooked = tiny.bridge(plain), hooked_from(plain, None)
     # The bridge's frequencies are float32 buffers, HookedTransformer's float64 here; a position of at
     # most 24 turns that into an angle of 24 * 2**-24, and scores of up to 25 into as much more.
-    torch.testing.assert_close(rl.Bands.of(hooked).inv_freq, rl.Bands.of(bridge).inv_freq, rtol=2**-23, atol=0)
+    torch.testing.assert_close(
+        rl.Bands.of(hooked).inv_freq, rl.Bands.of(bridge).inv_freq, rtol=2**-23, atol=0
+    )
     for measure in (rl.band_entropy, rl.band_activation):
         ours, theirs = measure(bridge, tiny.ids(), tol=1e-9), measure(hooked, tiny.ids(), tol=1e-9)
         torch.testing.assert_close(theirs.values, ours.values, rtol=1e-5, atol=1e-5)
@@ -148,7 +154,9 @@ def test_hooked_transformer_with_partial_rotary(adjacent: bool):
     )
     host = host_of(HookedTransformer(cfg))
     spec = host.certificate.layers[1]
-    torch.testing.assert_close(spec.rotation.inv_freq, torch.tensor([1.0, 0.01]).double(), rtol=2**-23, atol=0)
+    torch.testing.assert_close(
+        spec.rotation.inv_freq, torch.tensor([1.0, 0.01]).double(), rtol=2**-23, atol=0
+    )
     assert spec.rotation.pairs.tolist() == ([[0, 1], [2, 3]] if adjacent else [[0, 2], [1, 3]])
     assert host.bands.n_rest.tolist() == [12, 12]
     scores = rl.band_entropy(host.model, tiny.ids(), tol=1e-10)
@@ -194,7 +202,9 @@ def test_a_model_without_rope_is_refused():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     plain = GPT2LMHeadModel(
-        GPT2Config(n_embd=24, n_layer=1, n_head=2, vocab_size=tiny.VOCAB, n_positions=64, attn_implementation="eager")
+        GPT2Config(
+            n_embd=24, n_layer=1, n_head=2, vocab_size=tiny.VOCAB, n_positions=64, attn_implementation="eager"
+        )
     )
     with pytest.raises(ValueError, match=r"hook_rot_q|no rotary position embedding"):
         rl.Bands.of(tiny.bridge(plain.eval()))
@@ -219,7 +229,9 @@ def test_scores_that_cannot_be_rebuilt_are_refused_by_layer():
     model = tiny.bridge(tiny.plain("llama"))
     # What happens between the keys' hook and the scores is not seen, a norm after the rotation for instance.
     model.hook_dict["blocks.1.attn.hook_attn_scores"].forward = lambda scores: scores * 1.01
-    with pytest.raises(ValueError, match=r"layer 1: the scores rebuilt .* differ from the model's own by .*e-0"):
+    with pytest.raises(
+        ValueError, match=r"layer 1: the scores rebuilt .* differ from the model's own by .*e-0"
+    ):
         rl.Bands.of(model)
 
 

@@ -22,6 +22,7 @@ N_TOKENS = 160
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     from pydoc_data.topics import topics
+
     from transformers import AutoTokenizer
 
     text = "\n".join(topics[key] for key in sorted(topics))[:4000]
@@ -41,7 +42,9 @@ def plain(ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return eager_attention_forward(module, q, k, *args, **kwargs)
 
     AttentionInterface.register("catching", catching)
-    model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2_folder(), dtype=torch.float32, attn_implementation="eager"
+    )
     model.config._attn_implementation = "catching"
     causal = torch.full((N_TOKENS, N_TOKENS), torch.finfo(torch.float32).min).triu(1)[None, None]
     with torch.no_grad():
@@ -73,7 +76,9 @@ def test_every_host_gives_the_scores_of_the_plain_model(
         assert ((found - expected).abs() / largest).max() < 1e-4, metric
     certificate = host_of(model).certificate
     assert max(spec.error for spec in certificate.layers) < 1e-4  # band sums rebuild the scores
-    assert {(s.n_heads, s.n_kv_heads, s.layout, s.window) for s in certificate.layers} == {(9, 3, "half", None)}
+    assert {(s.n_heads, s.n_kv_heads, s.layout, s.window) for s in certificate.layers} == {
+        (9, 3, "half", None)
+    }
 
     one = rl.band_entropy(model, ids, tol=1e-6)
     assert torch.equal(one.values, seen.scores["entropy"].values)

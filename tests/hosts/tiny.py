@@ -1,4 +1,4 @@
-"""Tiny random models of several families, in float64: large weights, so that attention is far from uniform."""
+"""Tiny random models of several families, in float64, with weights large enough for sharp attention."""
 
 from __future__ import annotations
 
@@ -60,7 +60,11 @@ def bridge(model: Any) -> Any:
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     return build_bridge_from_module(
-        model, type(model).__name__, hf_config=model.config, model_name="tiny", dtype=next(model.parameters()).dtype
+        model,
+        type(model).__name__,
+        hf_config=model.config,
+        model_name="tiny",
+        dtype=next(model.parameters()).dtype,
     )
 
 

@@ -95,7 +95,7 @@ class BridgeHost(Host):
             for adjacent in (False, True)
         ]
 
-    def _exact(self, ladder: Float[Tensor, "band"]) -> Float[Tensor, "band"]:
+    def _exact(self, ladder: Float[Tensor, " band"]) -> Float[Tensor, " band"]:
         """Returns the model's own frequency buffer where one agrees with the angles seen."""
         for name, buffer in self.model.original_model.named_buffers():
             if name.endswith("inv_freq") and buffer.shape == ladder.shape:

@@ -20,7 +20,7 @@ class Rotation:
         amplitude: The factor that rotated dims are also multiplied with.
     """
 
-    inv_freq: Float64[Tensor, "band"]
+    inv_freq: Float64[Tensor, " band"]
     pairs: Int64[Tensor, "band 2"]
     amplitude: float = 1.0
 
@@ -39,7 +39,7 @@ class LayerClaim:
     scale: float
     softcap: float | None = None
     window: int | None = None
-    sinks: Float[Tensor, "head"] | None = None
+    sinks: Float[Tensor, " head"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class LayerSpec:
     scale: float
     softcap: float | None
     window: int | None
-    sinks: Float[Tensor, "head"] | None
+    sinks: Float[Tensor, " head"] | None
     rotation: Rotation
     layout: str
     error: float

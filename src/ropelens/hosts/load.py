@@ -54,7 +54,8 @@ def load(
 
         if not hasattr(transformer_lens, "HookedTransformer"):
             raise ValueError(
-                'transformer-lens 4 has no HookedTransformer: use host="bridge", or install "transformer-lens<4"'
+                'transformer-lens 4 has no HookedTransformer: use host="bridge", '
+                'or install "transformer-lens<4"'
             )
     source = smollm2_folder() if str(name) == "smollm2-135m" else _source(name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -68,8 +69,10 @@ def load(
     hf = hf.to(device).eval()
     model = bridge_from(hf, tokenizer) if host == "bridge" else hooked_from(hf, tokenizer)
     # TransformerLens makes its copy prepend BOS; the model's own tokenizer decides here, on every host.
-    model.tokenizer = AutoTokenizer.from_pretrained(source)
-    model.cfg.tokenizer_prepends_bos = len(model.tokenizer.encode("")) > 0
+    # The bridge's property would do so to this one too, hence the attribute behind it.
+    own = AutoTokenizer.from_pretrained(source)
+    setattr(model, "_tokenizer" if host == "bridge" else "tokenizer", own)
+    model.cfg.tokenizer_prepends_bos = len(own.encode("")) > 0
     return model
 
 

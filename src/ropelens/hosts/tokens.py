@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ropelens.hosts.base import Host
@@ -91,7 +91,7 @@ def tokens_of(
     return Tokens(ids.to(host.device), None if mask is None else mask.to(host.device))
 
 
-def token_strings(host: Host, ids: Int64[Tensor, "pos"], tokenizer: Any = None) -> tuple[str, ...]:
+def token_strings(host: Host, ids: Int64[Tensor, " pos"], tokenizer: Any = None) -> tuple[str, ...]:
     """Returns each token as readable text, or its id where there is no tokenizer."""
     tokenizer = tokenizer or getattr(host.model, "tokenizer", None)
     if tokenizer is None:
@@ -112,7 +112,7 @@ def _encode(texts: list[str], host: Host, tokenizer: Any) -> tuple[Tensor, Tenso
     return ids, None if bool(mask.all()) else mask
 
 
-def _checked_ids(ids: Int[Tensor, "batch pos"]) -> Int64[Tensor, "batch pos"]:
+def _checked_ids(ids: Tensor) -> Int64[Tensor, "batch pos"]:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"expected integer token ids, got a tensor of {ids.dtype}")
     if ids.ndim != 2:
@@ -125,16 +125,19 @@ def _checked_ids(ids: Int[Tensor, "batch pos"]) -> Int64[Tensor, "batch pos"]:
 def _checked_mask(ids: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"expected an attention mask as a tensor, got {type(mask).__name__}")
     if mask.shape != ids.shape:
         raise ValueError(
-            f"expected an attention mask of the shape of the tokens, {list(ids.shape)}, got {list(mask.shape)}"
+            f"expected an attention mask of the shape of the tokens, {list(ids.shape)}, "
+            f"got {list(mask.shape)}"
         )
     mask = mask != 0
     starts = mask[:, :1].long().sum(-1) + (mask[:, 1:] & ~mask[:, :-1]).sum(-1)
     if bool((starts > 1).any()):
         row = int((starts > 1).nonzero()[0])
         raise ValueError(
-            f"expected one unbroken run of real tokens per row, but the attention mask of row {row} has gaps: "
-            "pad on the left or on the right"
+            f"expected one unbroken run of real tokens per row, but the attention mask of row {row} has "
+            "gaps: pad on the left or on the right"
         )
     return None if bool(mask.all()) else mask

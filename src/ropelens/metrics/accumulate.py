@@ -21,10 +21,10 @@ class LayerSums:
     """What one layer has added up so far, on the layer's own device."""
 
     values: Float64[Tensor, "head band"]
-    rest: Float64[Tensor, "head"]
+    rest: Float64[Tensor, " head"]
     squares: Float64[Tensor, "head band"]
-    rest_squares: Float64[Tensor, "head"]
-    residual: Float64[Tensor, "head"]
+    rest_squares: Float64[Tensor, " head"]
+    residual: Float64[Tensor, " head"]
     bound: Float64[Tensor, "head band"]
     n_queries: Int64[Tensor, ""]
     n_pairs: Int64[Tensor, ""]
@@ -152,8 +152,8 @@ class BandAccumulator(ABC):
         for layer, s in enumerate(sums):
             if not bool(s.visible):
                 raise ValueError(
-                    f"layer {layer}: the model's mask is not the one that was certified (earlier keys, window "
-                    f"{certificate.layers[layer].window}): its scores were changed, or texts were packed"
+                    f"layer {layer}: the model's mask is not the one that was certified (earlier keys, "
+                    f"window {certificate.layers[layer].window}): its scores were changed, or texts packed"
                 )
         bands = certificate.bands
 

@@ -104,7 +104,7 @@ def gain_gradients(
             yield [g.cpu() for g in gradient]
 
 
-def sample_labels(log_probs: Float[Tensor, "pos token"], seed: tuple[int, ...]) -> Int64[Tensor, "pos"]:
+def sample_labels(log_probs: Float[Tensor, "pos token"], seed: tuple[int, ...]) -> Int64[Tensor, " pos"]:
     """Returns one next token a position, drawn from the model's distribution at temperature 1.
 
     Drawn on the CPU, so that a seed means the same labels on every device.
