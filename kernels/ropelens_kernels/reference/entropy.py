@@ -12,13 +12,16 @@ from torch import Tensor
 from ropelens_kernels.checks import Inputs
 from ropelens_kernels.reference.entropy_sums import Rows, Sums
 from ropelens_kernels.reference.path import HIDDEN, point
-from ropelens_kernels.reference.quadrature import Rule, gauss, ladder, uniform
+from ropelens_kernels.reference.quadrature import Rule, ladder, powers, uniform
 from ropelens_kernels.results import EntropyResult
 
 FirstRule = Callable[..., tuple[Tensor, Tensor]]  # -> drop [batch, head, query, d_head], residual
-FIRST, SECOND = uniform(5, 2), uniform(10, 2)  # the first rule, and the one it is compared with
-SAMPLE = 256  # one row in so many is done by two rules, for the estimate
-BLOCK = 2**18  # elements of a block's [row, key] arrays, so that a core's cache holds them
+FIRST, SECOND = (
+    uniform(5, 2),
+    uniform(10, 2),
+)  # the first rule with a softcap; what first rules are compared with
+SAMPLE = 512  # one query in so many, from the last one on, is done by two rules, for the estimate
+BLOCK = 2**17  # elements of a block's [row, key] arrays, so that a core's cache holds them
 
 
 def weights(
@@ -93,51 +96,45 @@ def first_rows(
     n: Tensor,
     sink: Float[Tensor, "row 1"] | None,
 ) -> Rows:
-    """The same as `rows` for the first rule without a softcap, with 6 exponentials for 11 points.
+    """The same as `rows` without a softcap, with one exponential a logit: all nodes are its powers.
 
-    `seen` may hold the last keys only, where all see the others. The rule has the same nodes
-    u_j in both halves of the path, so that with the logits l shifted by
-    their maximum `exp((1 + u) / 2 l) = exp(u / 2 l) * exp(l / 2)`, and `exp(l) = exp(l / 2)^2`.
+    `seen` may hold the last keys only, where all see the others. With the logits l shifted by their
+    maximum and the nodes t of `powers()`, each `exp(t l)` is the product of two others, t = 0 is known,
+    and t = 1 is the attention itself.
     """
     logits = q @ k.T
     logits[:, -seen.shape[1] :].masked_fill_(~seen, HIDDEN)
     top = logits.amax(-1, keepdim=True)
     logits -= top
-    half = torch.exp(logits * 0.5)
-    total, weight = torch.zeros_like(logits), torch.empty_like(logits)
-    nodes, steps = gauss(5)
-    for node, step in zip(nodes, steps, strict=True):
-        torch.mul(logits, node / 2, out=weight).exp_()
-        _accumulate(total, weight, node / 2, step / 2, top, sink)
-        weight *= half
-        _accumulate(total, weight, (1 + node) / 2, step / 2, top, sink)
-    end = torch.mul(half, half, out=half)
-    z = end.sum(-1, keepdim=True)
-    mean = torch.linalg.vecdot(end, logits)[:, None]
-    start = n.clamp(min=1).to(q.dtype).log()
+    steps, chain, weight = powers()
+    power = logits.new_empty(len(q), len(steps), len(k))
+    torch.mul(logits, 1 / steps[-1], out=power[:, 0]).exp_()
+    for at, (a, b) in enumerate(chain, 1):
+        torch.mul(power[:, a], power[:, b], out=power[:, at])
+    dt = logits.new_tensor(weight)
+    t = logits.new_tensor(steps) / steps[-1]
+    start = n.clamp(min=1).to(q.dtype)
+    z = torch.cat([start, power.sum(-1)], 1)  # t = 0 first, where each key seen weighs 1
+    mean = torch.linalg.vecdot(power[:, -1], logits)[:, None]
+    sunk = (
+        z.new_zeros(()) if sink is None else torch.sigmoid(sink - torch.cat([0 * top, t * top], 1) - z.log())
+    )
+    a = (1 - sunk) / z
+    w = dt * a if sink is None else dt * a * (1 + sink * sunk)
+    w[:, -1:] -= a[:, -1:]
+    total = torch.baddbmm(w[:, :1, None], w[:, None, 1:], power)[:, 0]
+    total[:, -seen.shape[1] :].masked_fill_(~seen, 0)
+    log_z, start = z[:, -1:].log(), start.log()
     if sink is None:
-        total.addcmul_(end, 1 / z, value=-1)
-        drop = torch.where(n > 1, z.log() - mean / z - start, 0)
+        drop = torch.where(n > 1, log_z - mean / z[:, -1:] - start, 0)
         total *= n > 1
     else:
-        sunk = torch.sigmoid(sink - top - z.log())
-        a = (1 - sunk) / z
-        total.addcmul_(end, a, value=-1)
+        sunk = sunk[:, -1:]
         start = torch.logaddexp(start, sink)
-        drop = z.log() - torch.log1p(-sunk) - mean * a - sunk * (sink - top)
+        drop = log_z - torch.log1p(-sunk) - mean * a[:, -1:] - sunk * (sink - top)
         drop = drop - (start - sink * (sink - start).exp())
     bands = q * (total @ k)
     return Rows(bands, None, (bands.sum(-1) - drop[:, 0]).abs())
-
-
-def _accumulate(total: Tensor, weight: Tensor, t: float, dt: float, top: Tensor, sink: Tensor | None) -> None:
-    """Adds `dt * a(t)`, with `dt * (1 + z a_0(t))` for dt if there is a sink of logit z."""
-    z = weight.sum(-1, keepdim=True)
-    if sink is None:
-        total.addcmul_(weight, dt / z)
-    else:
-        sunk = torch.sigmoid(sink - t * top - z.log())
-        total.addcmul_(weight, (1 - sunk) * (1 + sink * sunk) * dt / z)
 
 
 def refined(
@@ -244,7 +241,8 @@ def _block(
         found.drop[pick], found.residual[pick] = new.drop.to(q.dtype), new.residual.to(q.dtype)
         if found.first is not None and new.first is not None:
             found.first[pick] = new.first.to(q.dtype)
-    pick = (counted & ~missed).nonzero().flatten()[::SAMPLE]
+    sampled = (inputs.q.shape[2] - 1 - torch.arange(start, stop, device=q.device)) % SAMPLE == 0
+    pick = (counted & ~missed & sampled.repeat(inputs.group)).nonzero().flatten()
     if len(pick):
         part = None if sink is None else sink[pick]
         other = rows(q[pick], k, _whole(seen[pick], k), SECOND, inputs, part, False)

@@ -52,3 +52,37 @@ def uniform(n: int, panels: int) -> Rule:
         tuple((j + node) / panels for j in range(panels) for node in x),
         tuple(weight / panels for _ in range(panels) for weight in w),
     )
+
+
+@cache
+def powers() -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[float, ...]]:
+    """A rule whose nodes are whole steps of 1/40, so that every `exp(t l)` is a power of `exp(l / 40)`.
+
+    The nodes are 0 and those steps that come nearest to Chebyshev's points, so the interpolating weights
+    are positive; exact for polynomials of degree 13.
+
+    Returns:
+        The steps, each after the first one the sum of two before it; the places of those two; the weights
+        of t = 0 and of the steps (0 for those that serve the chain only).
+    """
+    nodes = (0, 1, 3, 6, 10, 15, 20, 25, 30, 34, 37, 39, 40)
+    steps = (1, 2, 3, 6, 9, 10, 15, 20, 25, 30, 34, 37, 39, 40)
+    sums = (
+        (1, 1),
+        (2, 1),
+        (3, 3),
+        (6, 3),
+        (9, 1),
+        (9, 6),
+        (10, 10),
+        (15, 10),
+        (15, 15),
+        (25, 9),
+        (34, 3),
+        (30, 9),
+        (30, 10),
+    )
+    basis = np.polynomial.legendre.legvander(np.array(nodes) / 20 - 1, len(nodes) - 1).T
+    weights = dict(zip(nodes, np.linalg.solve(basis, np.eye(len(nodes))[0]).tolist(), strict=True))
+    chain = tuple((steps.index(a), steps.index(b)) for a, b in sums)
+    return steps, chain, tuple(weights.get(step, 0.0) for step in (0, *steps))
