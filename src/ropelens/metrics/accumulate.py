@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -169,6 +170,14 @@ class BandAccumulator(ABC):
         def column(name: str) -> Float64[Tensor, "layer head"]:
             return torch.stack([getattr(s, name).cpu() for s in sums])
 
+        residual = column("residual")
+        if self.metric == "entropy" and float(residual.max()) > self.tol:
+            layer, head = divmod(int(residual.argmax()), residual.shape[1])
+            warnings.warn(
+                f"the bands of a query of layer {layer}, head {head} miss its entropy drop by "
+                f"{float(residual.max()):.1e} nats, more than tol={self.tol:g}",
+                stacklevel=2,
+            )
         n_queries = int(sums[0].n_queries)
         return BandScores(
             metric=self.metric,
@@ -177,7 +186,7 @@ class BandAccumulator(ABC):
             rest=column("rest"),
             squares=table("squares"),
             rest_squares=column("rest_squares"),
-            residual=column("residual") if self.metric == "entropy" else None,
+            residual=residual if self.metric == "entropy" else None,
             bound=table("bound").nan_to_num(0.0) if self.metric == "activation" else None,
             n_queries=n_queries,
             n_pairs=torch.stack([s.n_pairs.cpu() for s in sums]),
