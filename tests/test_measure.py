@@ -320,9 +320,13 @@ def test_scores_that_hooks_have_masked_give_no_result(fresh: Any):
         return scores
 
     fresh.hook_dict["blocks.1.attn.hook_attn_scores"].add_hook(blind)
-    with pytest.raises(ValueError, match=r"^layer 1: the model's mask is not the one that was certified"):
+    with pytest.raises(
+        ValueError, match=r"^layer 1: the model's scores are not those of its queries and keys"
+    ):
         rl.band_entropy(fresh, IDS)
-    with pytest.raises(ValueError, match=r"^layer 1: the model's mask is not the one that was certified"):
+    with pytest.raises(
+        ValueError, match=r"^layer 1: the model's scores are not those of its queries and keys"
+    ):
         rl.band_attribution(fresh, IDS[:1], layer=1, head=0)
 
 
@@ -331,7 +335,9 @@ def test_a_mask_with_gaps_gives_no_result(model: Any):
     gapped[1, 7:9] = 0
     with torch.no_grad(), rl.observe(model, metrics=("entropy",)) as seen:
         model(IDS, attention_mask=gapped)
-    with pytest.raises(ValueError, match=r"^layer 0: the model's mask is not the one that was certified"):
+    with pytest.raises(
+        ValueError, match=r"^layer 0: the model's scores are not those of its queries and keys"
+    ):
         seen.scores["entropy"].values.sum()
 
 

@@ -256,7 +256,7 @@ def test_another_mask_than_the_certified_one_is_refused(first_row: int):
     model.add_hook("blocks.0.attn.hook_attn_scores", hide)
     with rl.observe(model) as seen:
         model(tiny.ids())
-    with pytest.raises(ValueError, match="layer 0: the model's mask is not the one that was certified"):
+    with pytest.raises(ValueError, match="layer 0: the model's scores are not those of its queries and keys"):
         _ = seen.scores
 
 
