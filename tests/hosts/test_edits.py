@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-import transformer_lens
 
 import ropelens as rl
+from ropelens.hosts.load import has_hooked_transformer
 
 Q, SCORES = "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_attn_scores"
 REFUSED = "layer 1: the model's scores are not those of its queries and keys under the certified mask"
 needs_hooked = pytest.mark.skipif(
-    not hasattr(transformer_lens, "HookedTransformer"), reason="transformer-lens 4 has no HookedTransformer"
+    not has_hooked_transformer(), reason="transformer-lens 4 has no HookedTransformer"
 )
 
 
