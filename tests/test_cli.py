@@ -133,7 +133,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(run, tmp_path, 
     monkeypatch.setattr("ropelens.hosts.load.load", lambda name, host: pytest.fail("loaded a model first"))
     result = run("demo", "--out", tmp_path / "file")
     assert result.exit_code == 2
-    assert result.stderr.startswith("ropelens: [Errno 17] File exists:")
+    assert result.stderr.startswith("ropelens: expected --out to be a folder, but ")
+    assert result.stderr.endswith("file is a file or lies below one\n")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,12 @@ def _one_sentence() -> Iterator[None]:
 
 
 def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head: int | None) -> None:
-    out.mkdir(parents=True, exist_ok=True)  # now, rather than after minutes of work
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # now, rather than after minutes of work
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(
+            f"expected --out to be a folder, but {error.filename} is a file or lies below one"
+        ) from error
     _stage(1, f"loading {MODEL} as a {host_name} model, and checking that its attention can be rebuilt")
     import torch
 

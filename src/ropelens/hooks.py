@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ropelens.hosts import Hook, Host, host_of
-from ropelens.hosts.certify import visible_keys
+from ropelens.hosts import Hook, Host, LayerSpec, host_of
+from ropelens.hosts.certify import score_tolerance, visible_keys
 from ropelens.metrics import ActivationAccumulator, BandAccumulator, EntropyAccumulator
 from ropelens.scores import BandScores
 
@@ -22,7 +22,7 @@ ACCUMULATORS: dict[str, type[BandAccumulator]] = {
 }
 
 Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""Called once a layer and forward pass with (layer, q, k, mask, visible)."""
+"""Called once a layer and forward pass with (layer, q, k, mask, sound)."""
 
 
 def entropy_hooks(model: Any, into: EntropyAccumulator) -> list[tuple[str, Hook]]:
@@ -107,7 +107,9 @@ def observe(
     """Measures bands in every forward pass inside the `with` block.
 
     Nothing else about the model changes: logits stay bit-identical, the user's own hooks stay, and
-    only the hooks added here are removed, also after an error.
+    only the hooks added here are removed, also after an error. Hooks of your own that edit queries or
+    keys are measured as edited if they were added before; scores refuse to come if they were added
+    after. Every forward pass counts, so leave generation outside.
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
@@ -134,11 +136,11 @@ def observe(
         acc.bind(host.certificate)
     with tqdm(total=host.n_layers, desc="layers", unit="layer", disable=not progress) as bar:
 
-        def update(layer: int, q: Tensor, k: Tensor, mask: Tensor, visible: Tensor) -> None:
+        def update(layer: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:
             if layer == 0:
                 bar.reset()
             for acc in accumulators.values():
-                acc.update(layer, q, k, mask, visible)
+                acc.update(layer, q, k, mask, sound)
             bar.update()
 
         with host.attached(layer_hooks(host, range(host.n_layers), update)):
@@ -152,7 +154,6 @@ def layer_hooks(host: Host, layers: Sequence[int], consume: Consumer) -> list[tu
 
 def _hooks_of_layer(host: Host, layer: int, consume: Consumer) -> list[tuple[str, Hook]]:
     q_name, k_name, score_name = host.points(layer)
-    window = host.certificate.layers[layer].window
     seen: dict[str, Tensor] = {}
 
     def keep_q(q: Tensor, hook: Any) -> None:
@@ -169,24 +170,47 @@ def _hooks_of_layer(host: Host, layer: int, consume: Consumer) -> list[tuple[str
                     f"layer {layer}: {q.shape[1]} queries and {k.shape[1]} keys for {scores.shape[-1]} "
                     "positions: measure without a key-value cache (use_past_kv_cache=False)"
                 )
-            mask, visible = _read_mask(scores.detach(), window)
-            consume(layer, q, k, mask, visible)
+            mask = read_mask(scores)
+            consume(layer, q, k, mask, is_sound(q, k, scores, mask, host.certificate.layers[layer]))
 
     return [(q_name, keep_q), (k_name, keep_k), (score_name, take)]
 
 
-def _read_mask(
-    scores: Float[Tensor, "batch head pos pos"], window: int | None
-) -> tuple[Bool[Tensor, "batch pos"], Bool[Tensor, ""]]:
-    """Returns which tokens are real, and whether up to 16 rows are masked as certified.
+def read_mask(scores: Float[Tensor, "batch head pos pos"]) -> Bool[Tensor, "batch pos"]:
+    """Returns which tokens are real: a query that sees itself is, nothing but a pad is hidden from itself."""
+    return scores[:, 0].diagonal(dim1=-2, dim2=-1) > torch.finfo(scores.dtype).min / 2
 
-    A query that sees itself is real; nothing but a pad is hidden from itself. Kept on the device.
+
+def is_sound(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    scores: Float[Tensor, "batch head pos pos"],
+    mask: Bool[Tensor, "batch pos"],
+    spec: LayerSpec,
+) -> Bool[Tensor, ""]:
+    """Returns whether the model attends with these queries and keys, under the certified mask.
+
+    Every score of every real query is rebuilt, in blocks, so that no hook that edits after ropelens's
+    goes unnoticed. The answer stays on the device.
     """
-    shown = scores[:, 0] > torch.finfo(scores.dtype).min / 2
-    n = shown.shape[-1]
-    mask = shown.diagonal(dim1=-2, dim2=-1)
-    rows = torch.linspace(0, n - 1, min(16, n), device=shown.device).long()
-    expected = visible_keys(n, window, shown.device)[rows] & mask[:, None, :]
-    agrees = (shown[:, rows] == expected) | ~mask[:, rows, None]  # what a pad sees does not matter
-    starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(-1)  # pads lie at the ends only
-    return mask, agrees.all() & (starts <= 1).all()
+    n, low = scores.shape[-1], torch.finfo(scores.dtype).min / 2
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k = spec.scale * q.to(dtype).transpose(1, 2), k.to(dtype).permute(0, 2, 3, 1)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    allowed_keys = visible_keys(n, spec.window, scores.device)
+    starts = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(-1)
+    sound = (starts <= 1).all()  # pads lie at the ends only
+    miss, top, bottom = (torch.zeros((), dtype=dtype, device=scores.device) for _ in range(3))
+    step = max(1, 2**22 // scores[:, :, 0].numel())
+    for rows in (slice(start, start + step) for start in range(0, n, step)):
+        shown, expected = scores[:, :, rows] > low, (allowed_keys[rows] & mask[:, None, :])[:, None]
+        real = mask[:, None, rows, None]  # what a pad sees does not matter
+        sound = sound & ((shown == expected) | ~real).all()
+        rebuilt = q[:, :, rows] @ k
+        if spec.softcap is not None:
+            rebuilt = spec.softcap * torch.tanh(rebuilt / spec.softcap)
+        counted = shown & real
+        seen = scores[:, :, rows].to(dtype).masked_fill(~counted, 0)
+        miss = miss.maximum((rebuilt.masked_fill_(~counted, 0) - seen).abs().amax())
+        top, bottom = top.maximum(seen.amax()), bottom.minimum(seen.amin())
+    return sound & (miss <= score_tolerance(scores.dtype) * (top - bottom))

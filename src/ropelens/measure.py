@@ -13,6 +13,7 @@ from ropelens.hooks import layer_hooks, observe
 from ropelens.hosts import host_of
 from ropelens.hosts.tokens import token_strings, tokens_of
 from ropelens.metrics import fisher
+from ropelens.metrics.accumulate import not_the_certified
 from ropelens.scores import BandAttribution, BandScores
 
 
@@ -186,10 +187,10 @@ def band_attribution(
     query = _index("query", query, ids.shape[1])
     taken: list[tuple[Tensor, Tensor]] = []
 
-    def take(_: int, q: Tensor, k: Tensor, mask: Tensor, visible: Tensor) -> None:
-        if not bool(visible):
-            raise ValueError(f"layer {layer}: the model's mask is not the one that was certified")
-        kv_head = head // (spec.n_heads // spec.n_kv_heads)
+    def take(_: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:
+        if not bool(sound):
+            raise ValueError(not_the_certified(layer))
+        kv_head = head // (q.shape[2] // k.shape[2])
         taken.append((q[:, : query + 1, [head]], k[:, : query + 1, [kv_head]]))
 
     with torch.no_grad(), host.attached(layer_hooks(host, [layer], take)):

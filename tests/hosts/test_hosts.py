@@ -7,16 +7,17 @@ import math
 import pytest
 import tiny
 import torch
-import transformer_lens
 from jaxtyping import TypeCheckError
 
 import ropelens as rl
 from ropelens.hosts import host_of
 from ropelens.hosts.certify import rebuild_scores
 from ropelens.hosts.layer import LayerClaim
+from ropelens.hosts.load import has_hooked_transformer
 
-HOOKED = hasattr(transformer_lens, "HookedTransformer")
-needs_hooked = pytest.mark.skipif(not HOOKED, reason="transformer-lens 4 has no HookedTransformer")
+needs_hooked = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="transformer-lens 4 has no HookedTransformer"
+)
 
 BASE_10000_OF_8 = [1.0, 0.1, 0.01, 0.001]
 
@@ -256,7 +257,7 @@ def test_another_mask_than_the_certified_one_is_refused(first_row: int):
     model.add_hook("blocks.0.attn.hook_attn_scores", hide)
     with rl.observe(model) as seen:
         model(tiny.ids())
-    with pytest.raises(ValueError, match="layer 0: the model's mask is not the one that was certified"):
+    with pytest.raises(ValueError, match="layer 0: the model's scores are not those of its queries and keys"):
         _ = seen.scores
 
 

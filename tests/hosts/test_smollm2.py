@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
-import transformer_lens
 
 import ropelens as rl
 import ropelens_kernels as kernels
 from ropelens.bands import pair_dims
 from ropelens.hosts import host_of
-from ropelens.hosts.load import smollm2_folder
+from ropelens.hosts.load import has_hooked_transformer, smollm2_folder
 
 pytestmark = pytest.mark.real
-HOSTS = ["bridge", "hooked"] if hasattr(transformer_lens, "HookedTransformer") else ["bridge"]
+HOSTS = ["bridge", "hooked"] if has_hooked_transformer() else ["bridge"]
 N_TOKENS = 160
 
 
@@ -89,3 +89,12 @@ def test_every_host_gives_the_scores_of_the_plain_model(
     # Strings go through the model's own tokenizer, alike on every host.
     assert model.tokenizer.encode("The cat") == [504, 2644]
     assert rl.band_entropy(model, "The cat sat").n_tokens == 3
+
+
+def test_a_host_that_is_not_there_is_named():
+    load = inspect.unwrap(rl.load)  # or else the tests' type checks speak first
+    with pytest.raises(ValueError, match='expected host="bridge" or host="hooked", got \'eager\''):
+        load("smollm2-135m", host="eager")
+    if "hooked" not in HOSTS:
+        with pytest.raises(ValueError, match="transformer-lens 4 has no HookedTransformer"):
+            rl.load("smollm2-135m", host="hooked")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,10 @@ class Host(ABC):
 
     @contextmanager
     def attached(self, hooks: Sequence[tuple[str, Hook]]) -> Iterator[None]:
-        """Adds hooks for the duration; removes exactly these afterwards, also after an error."""
+        """Adds hooks for the duration; removes exactly these afterwards, also after an error.
+
+        Warns if they were gone by then, since what ran without them was not seen.
+        """
         added = []
         try:
             for name, hook in hooks:
@@ -112,10 +116,15 @@ class Host(ABC):
                 added.append((point, point.fwd_hooks[-1]))
             yield
         finally:
-            for point, handle in added:
+            kept = [(point, handle) for point, handle in added if handle in point.fwd_hooks]
+            for point, handle in kept:
                 handle.hook.remove()
-                if handle in point.fwd_hooks:  # not where the user has reset all hooks meanwhile
-                    point.fwd_hooks.remove(handle)
+                point.fwd_hooks.remove(handle)
+            if len(kept) < len(added):
+                warnings.warn(
+                    "ropelens's hooks were reset before their block ended: what ran after that was not seen",
+                    stacklevel=4,
+                )
 
     @contextmanager
     def alone(self) -> Iterator[None]:

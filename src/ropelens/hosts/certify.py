@@ -56,9 +56,14 @@ def certify(host: Host) -> Certificate:
 
 
 def state_of(host: Host) -> int:
-    """Returns a number that changes when the model's tensors or what it claims change."""
+    """Returns a number that changes when the model's tensors or what it claims change.
+
+    A tensor's version misses edits through `.data` and under inference mode, hence the few values.
+    """
     tensors = [*_module(host).parameters(), *_module(host).buffers()]
     state: list[Any] = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+    with torch.no_grad():
+        state += [float(t.flatten()[:: max(1, t.numel() // 16)].double().sum()) for t in tensors]
     for layer in range(host.n_layers):
         host.require_points(layer)
         claim = host.claim(layer)
@@ -114,7 +119,7 @@ def _certify_layer(
     shown = scores.to(rebuilt.dtype)[visible]
     spread = float(shown.max() - shown.min())
     error = float((rebuilt[visible] - shown).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
-    allowed = 1e-4 if scores.dtype in (torch.float32, torch.float64) else 4 * torch.finfo(scores.dtype).eps
+    allowed = score_tolerance(scores.dtype)
     if not error <= allowed:  # also refuses NaN
         raise ValueError(
             f"layer {layer}: the scores rebuilt from queries and keys differ from the model's own by "
@@ -133,6 +138,11 @@ def _certify_layer(
         layout=_layout(rotation),
         error=error,
     )
+
+
+def score_tolerance(dtype: torch.dtype) -> float:
+    """How far rebuilt scores may lie from the model's own, as a share of the scores' range."""
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 4 * torch.finfo(dtype).eps
 
 
 def visible_keys(n_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,14 +50,10 @@ def load(
     """
     if host not in ("bridge", "hooked"):
         raise ValueError(f'expected host="bridge" or host="hooked", got {host!r}')
-    if host == "hooked":
-        import transformer_lens
-
-        if not hasattr(transformer_lens, "HookedTransformer"):
-            raise ValueError(
-                'transformer-lens 4 has no HookedTransformer: use host="bridge", '
-                'or install "transformer-lens<4"'
-            )
+    if host == "hooked" and not has_hooked_transformer():
+        raise ValueError(
+            'transformer-lens 4 has no HookedTransformer: use host="bridge", or install "transformer-lens<4"'
+        )
     source = smollm2_folder() if str(name) == "smollm2-135m" else _source(name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is None:
@@ -74,6 +71,11 @@ def load(
     setattr(model, "_tokenizer" if host == "bridge" else "tokenizer", own)
     model.cfg.tokenizer_prepends_bos = len(own.encode("")) > 0
     return model
+
+
+def has_hooked_transformer() -> bool:
+    """Whether the installed transformer-lens still has HookedTransformer, which 4.0 removed."""
+    return int(version("transformer-lens").split(".")[0]) < 4
 
 
 def bridge_from(hf: Any, tokenizer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,8 +29,8 @@ class LayerSums:
     bound: Float64[Tensor, "head band"]
     n_queries: Int64[Tensor, ""]
     n_pairs: Int64[Tensor, ""]
-    n_documents: int
-    visible: Bool[Tensor, ""]
+    n_documents: Int64[Tensor, ""]
+    sound: Bool[Tensor, ""]
 
     @classmethod
     def zero(cls, n_heads: int, n_bands: int, device: torch.device) -> LayerSums:
@@ -44,8 +45,8 @@ class LayerSums:
             bound=by_band,
             n_queries=count,
             n_pairs=count,
-            n_documents=0,
-            visible=torch.ones((), dtype=torch.bool, device=device),
+            n_documents=count,
+            sound=torch.ones((), dtype=torch.bool, device=device),
         )
 
 
@@ -87,7 +88,7 @@ class BandAccumulator(ABC):
         q: Float[Tensor, "batch pos head d_head"],
         k: Float[Tensor, "batch pos kv_head d_head"],
         mask: Bool[Tensor, "batch pos"],
-        visible: Bool[Tensor, ""] | None = None,
+        sound: Bool[Tensor, ""] | None = None,
     ) -> None:
         """Adds the queries of one forward pass through one layer.
 
@@ -96,8 +97,8 @@ class BandAccumulator(ABC):
             q: Post-rotary queries.
             k: Post-rotary keys.
             mask: Which tokens are real.
-            visible: Whether the model masked its scores as its certificate says; `result` refuses
-                if it ever was False.
+            sound: Whether the model's scores were those of q and k under the certified mask;
+                `result` refuses if it ever was False.
 
         Raises:
             ValueError: If q or k hold NaN or infinity, naming the layer.
@@ -124,8 +125,8 @@ class BandAccumulator(ABC):
             bound=sums.bound if bound is None else sums.bound + bound.sum(0),
             n_queries=sums.n_queries + found.n_queries.sum(),
             n_pairs=sums.n_pairs + found.n_pairs.sum(),
-            n_documents=sums.n_documents + len(q),
-            visible=sums.visible if visible is None else sums.visible & visible,
+            n_documents=sums.n_documents + (found.n_queries > 0).sum(),  # a row of pads is no document
+            sound=sums.sound if sound is None else sums.sound & sound,
         )
 
     def result(self, data: str = "") -> BandScores:
@@ -135,13 +136,13 @@ class BandAccumulator(ABC):
             data: Digest of the tokens, where known.
 
         Raises:
-            ValueError: If nothing was added, a layer missed a forward pass, or the model masked its
-                scores in a way that its certificate does not cover.
+            ValueError: If nothing was added, a layer missed a forward pass, or the model's scores were
+                not those of its queries and keys under the certified mask.
         """
         certificate = self._certificate
         if certificate is None or all(s is None for s in self._sums):
             raise ValueError(f"no {self.metric} was measured: run the model with the hooks in place first")
-        done = [0 if s is None else s.n_documents for s in self._sums]
+        done = [0 if s is None else int(s.n_documents) for s in self._sums]
         if min(done) != max(done):
             layer = done.index(min(done))
             raise ValueError(
@@ -150,11 +151,8 @@ class BandAccumulator(ABC):
             )
         sums = [s for s in self._sums if s is not None]
         for layer, s in enumerate(sums):
-            if not bool(s.visible):
-                raise ValueError(
-                    f"layer {layer}: the model's mask is not the one that was certified (earlier keys, "
-                    f"window {certificate.layers[layer].window}): its scores were changed, or texts packed"
-                )
+            if not bool(s.sound):
+                raise ValueError(not_the_certified(layer))
         bands = certificate.bands
 
         def table(name: str) -> Float64[Tensor, "layer head band"]:
@@ -169,6 +167,14 @@ class BandAccumulator(ABC):
         def column(name: str) -> Float64[Tensor, "layer head"]:
             return torch.stack([getattr(s, name).cpu() for s in sums])
 
+        residual = column("residual")
+        if self.metric == "entropy" and float(residual.max()) > self.tol:
+            layer, head = divmod(int(residual.argmax()), residual.shape[1])
+            warnings.warn(
+                f"the bands of a query of layer {layer}, head {head} miss its entropy drop by "
+                f"{float(residual.max()):.1e} nats, more than tol={self.tol:g}",
+                stacklevel=2,
+            )
         n_queries = int(sums[0].n_queries)
         return BandScores(
             metric=self.metric,
@@ -177,16 +183,24 @@ class BandAccumulator(ABC):
             rest=column("rest"),
             squares=table("squares"),
             rest_squares=column("rest_squares"),
-            residual=column("residual") if self.metric == "entropy" else None,
+            residual=residual if self.metric == "entropy" else None,
             bound=table("bound").nan_to_num(0.0) if self.metric == "activation" else None,
             n_queries=n_queries,
             n_pairs=torch.stack([s.n_pairs.cpu() for s in sums]),
             n_tokens=n_queries,
-            n_documents=sums[0].n_documents,
+            n_documents=done[0],
             model=certificate.fingerprint,
             data=data,
             settings={"tol": self.tol, "method": self.method},
         )
+
+
+def not_the_certified(layer: int) -> str:
+    """What to say when the scores seen are not those of the queries and keys seen."""
+    return (
+        f"layer {layer}: the model's scores are not those of its queries and keys under the certified mask: "
+        "a hook edits them, or texts are packed; put hooks that edit queries or keys before ropelens's own"
+    )
 
 
 class EntropyAccumulator(BandAccumulator):

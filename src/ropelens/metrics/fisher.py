@@ -29,6 +29,8 @@ def fisher(
     """Returns the Fisher information of every band; `ropelens.band_fisher` documents it."""
     if n_samples < 1:
         raise ValueError(f"n_samples must be at least 1, got {n_samples}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("Fisher information needs gradients: leave torch.inference_mode() for it")
     if unit not in ("band", "dim"):
         raise ValueError(f'unit must be "band" or "dim", got {unit!r}')
     specs, bands = host.certificate.layers, host.bands

@@ -64,6 +64,12 @@ class BandAttribution:
         object.__setattr__(self, "settings", saving.as_json(self.settings, "settings"))
         object.__setattr__(self, "model", saving.as_json(self.model, "model"))
 
+    def __repr__(self) -> str:
+        return (
+            f"BandAttribution(layer {self.layer}, head {self.head}, query {self.query}: "
+            f"{self.values.shape[0]:,} keys x {self.values.shape[1]} bands)"
+        )
+
     @property
     def pattern(self) -> Float64[Tensor, " key"]:
         """The attention to each key, 0 to 1: the sum of its entries."""

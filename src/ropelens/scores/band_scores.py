@@ -83,6 +83,13 @@ class BandScores:
         object.__setattr__(self, "settings", saving.as_json(self.settings, "settings"))
         object.__setattr__(self, "model", saving.as_json(self.model, "model"))
 
+    def __repr__(self) -> str:
+        n_layers, n_heads, n_bands = self.values.shape
+        return (
+            f"BandScores({self.metric}: {n_layers} layers x {n_heads} heads x {n_bands} bands, "
+            f"{self.n_queries:,} queries of {self.n_documents:,} documents)"
+        )
+
     @property
     def exists(self) -> Bool[Tensor, "layer head band"]:
         """Which bands each layer has, for every head."""
