@@ -74,7 +74,7 @@ bench: $(INSTALLED)  ## time the kernels on this machine's CPU
 	@$(RUN) -m ropelens_kernels.bench
 
 bench-gpu: $(INSTALLED)  ## time the kernels on a CUDA device
-	@$(RUN) -m ropelens_kernels.bench --device cuda
+	@$(RUN) -m ropelens_kernels.bench --gpu
 
 clean:  ## remove what was built; the environments stay
 	rm -rf build .pytest_cache .ruff_cache .hypothesis
