@@ -83,6 +83,8 @@ def powers() -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], tuple[float,
         (30, 10),
     )
     basis = np.polynomial.legendre.legvander(np.array(nodes) / 20 - 1, len(nodes) - 1).T
-    weights = dict(zip(nodes, np.linalg.solve(basis, np.eye(len(nodes))[0]).tolist(), strict=True))
+    weights: dict[int, float] = dict(
+        zip(nodes, np.linalg.solve(basis, np.eye(len(nodes))[0]).tolist(), strict=True)
+    )
     chain = tuple((steps.index(a), steps.index(b)) for a, b in sums)
     return steps, chain, tuple(weights.get(step, 0.0) for step in (0, *steps))
