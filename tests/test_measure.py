@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import transformer_lens
 from double import Double
 from torch import Tensor
 
@@ -24,9 +23,7 @@ ONE_CALL = {"entropy": rl.band_entropy, "activation": rl.band_activation}
 HOOKS = {"entropy": rl.entropy_hooks, "activation": rl.activation_hooks}
 ACCUMULATORS = {"entropy": rl.EntropyAccumulator, "activation": rl.ActivationAccumulator}
 METRICS = sorted(ONE_CALL)
-HOOKED = hasattr(transformer_lens, "HookedTransformer")
-needs_hooked = pytest.mark.skipif(not HOOKED, reason="transformer-lens 4 has no HookedTransformer")
-HOSTS: list[Any] = ["bridge", pytest.param("hooked", marks=needs_hooked)]
+HOSTS: list[Any] = ["bridge", pytest.param("hooked", marks=tiny.needs_hooked)]
 
 
 def build(kind: str = "bridge", family: str = "llama", seed: int = 0) -> Any:
@@ -341,7 +338,7 @@ def test_a_mask_with_gaps_gives_no_result(model: Any):
         seen.scores["entropy"].values.sum()
 
 
-@needs_hooked
+@tiny.needs_hooked
 def test_a_key_value_cache_is_refused():
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 

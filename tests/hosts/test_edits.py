@@ -7,13 +7,9 @@ import tiny
 import torch
 
 import ropelens as rl
-from ropelens.hosts.load import has_hooked_transformer
 
 Q, SCORES = "blocks.1.attn.hook_rot_q", "blocks.1.attn.hook_attn_scores"
 REFUSED = "layer 1: the model's scores are not those of its queries and keys under the certified mask"
-needs_hooked = pytest.mark.skipif(
-    not has_hooked_transformer(), reason="transformer-lens 4 has no HookedTransformer"
-)
 
 
 @pytest.fixture
@@ -58,7 +54,7 @@ def test_edited_scores_are_refused(model, change: str):
             rl.band_attribution(model, tiny.ids(1), layer=1, head=0)
 
 
-@needs_hooked
+@tiny.needs_hooked
 @pytest.mark.parametrize("first", [False, True])
 def test_ungrouped_keys_are_read_as_they_come(first: bool):
     from ropelens.hosts.load import hooked_from

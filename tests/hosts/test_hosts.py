@@ -13,11 +13,6 @@ import ropelens as rl
 from ropelens.hosts import host_of
 from ropelens.hosts.certify import rebuild_scores
 from ropelens.hosts.layer import LayerClaim
-from ropelens.hosts.load import has_hooked_transformer
-
-needs_hooked = pytest.mark.skipif(
-    not has_hooked_transformer(), reason="transformer-lens 4 has no HookedTransformer"
-)
 
 BASE_10000_OF_8 = [1.0, 0.1, 0.01, 0.001]
 
@@ -115,7 +110,7 @@ def test_rotation_keeps_the_norm_of_each_pair():
             torch.testing.assert_close(norm, norm[:1].expand_as(norm), rtol=2**-22, atol=0)
 
 
-@needs_hooked
+@tiny.needs_hooked
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral"])
 def test_hooked_transformer_and_bridge_agree(family: str):
     from ropelens.hosts.load import hooked_from
@@ -134,7 +129,7 @@ def test_hooked_transformer_and_bridge_agree(family: str):
         theirs.merge(ours)  # the same model, by fingerprint
 
 
-@needs_hooked
+@tiny.needs_hooked
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_hooked_transformer_with_partial_rotary(adjacent: bool):
     from transformer_lens import HookedTransformer, HookedTransformerConfig

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
+
+from ropelens.hosts.load import has_hooked_transformer
+
+needs_hooked = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="transformer-lens 4 has no HookedTransformer"
+)
 
 VOCAB = 61
 SMALL = {

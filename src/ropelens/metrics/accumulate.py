@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 import ropelens_kernels as kernels
-from ropelens.hosts import Certificate, LayerSpec
+from ropelens.hosts import Certificate
 from ropelens.scores import BandScores, same_model
 
 
@@ -50,7 +50,7 @@ class LayerSums:
         )
 
 
-class BandAccumulator(ABC):
+class BandAccumulator:
     """Adds up one metric over forward passes; every row of a batch is one document.
 
     Args:
@@ -59,14 +59,12 @@ class BandAccumulator(ABC):
     """
 
     metric: ClassVar[str]
+    _kernel: ClassVar[Callable[..., kernels.EntropyResult | kernels.ActivationResult]]
 
     def __init__(self, *, tol: float = 1e-3, method: str = "auto") -> None:
         self.tol, self.method = tol, method
         self._certificate: Certificate | None = None
         self._sums: list[LayerSums | None] = []
-
-    @abstractmethod
-    def _measure(self, q: Tensor, k: Tensor, mask: Tensor, spec: LayerSpec) -> Any: ...
 
     def bind(self, certificate: Certificate) -> None:
         """Makes room for a model's layers; called by the hook functions.
@@ -109,7 +107,18 @@ class BandAccumulator(ABC):
             )
         spec = self._certificate.layers[layer]
         try:
-            found = self._measure(q, k, mask, spec)
+            found = self._kernel(
+                q,
+                k,
+                pairs=spec.rotation.pairs.to(q.device),
+                scale=spec.scale,
+                mask=mask,
+                window=spec.window,
+                softcap=spec.softcap,
+                sinks=spec.sinks,
+                tol=self.tol,
+                method=self.method,
+            )
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from error
         sums = self._sums[layer]
@@ -214,20 +223,7 @@ class EntropyAccumulator(BandAccumulator):
     """
 
     metric = "entropy"
-
-    def _measure(self, q: Tensor, k: Tensor, mask: Tensor, spec: LayerSpec) -> kernels.EntropyResult:
-        return kernels.entropy(
-            q,
-            k,
-            pairs=spec.rotation.pairs.to(q.device),
-            scale=spec.scale,
-            mask=mask,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=spec.sinks,
-            tol=self.tol,
-            method=self.method,
-        )
+    _kernel = staticmethod(kernels.entropy)
 
 
 class ActivationAccumulator(BandAccumulator):
@@ -239,15 +235,4 @@ class ActivationAccumulator(BandAccumulator):
     """
 
     metric = "activation"
-
-    def _measure(self, q: Tensor, k: Tensor, mask: Tensor, spec: LayerSpec) -> kernels.ActivationResult:
-        return kernels.activation(
-            q,
-            k,
-            pairs=spec.rotation.pairs.to(q.device),
-            scale=spec.scale,
-            mask=mask,
-            window=spec.window,
-            tol=self.tol,
-            method=self.method,
-        )
+    _kernel = staticmethod(kernels.activation)
