@@ -38,6 +38,7 @@ class EntropyResult:
     Attributes:
         values: `sum over queries of E_b`; with `rest` they add up to `sum of H(attention) - log N`.
         rest: The same for the dims that no band rotates.
+        by_position: `values` apart for the spans of queries between the edges, or None.
         residual: Worst row's miss of that identity, in nats.
         residual_mean: Mean row's miss, in nats.
         estimate: Worst sampled row's distance between the band values of two quadrature rules,
@@ -52,6 +53,7 @@ class EntropyResult:
 
     values: Float64[Tensor, "batch head band"]
     rest: Float64[Tensor, "batch head"]
+    by_position: Float64[Tensor, "batch span head band"] | None
     residual: Float64[Tensor, "batch head"]
     residual_mean: Float64[Tensor, "batch head"]
     estimate: Float64[Tensor, "batch head"]
