@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -55,10 +56,22 @@ class Inputs:
             before[:, self.window :] = seen[:, : -self.window]
         return (seen - before)[:, self.offset :] * self.counted
 
-    def visible(
-        self, row: int, start: int, stop: int, first: int, last: int
-    ) -> Bool[Tensor, "query key"]:
-        """Which keys `first:last` each query `start:stop` of a row sees: causal, in the window, both tokens."""
+    @property
+    def first_visible(self) -> Int64[Tensor, "batch query"]:
+        """The first key that each query sees; 0 for a pad, which sees none."""
+        keys = torch.arange(self.k.shape[2], device=self.q.device)
+        later = keys.masked_fill(~self.real, self.k.shape[2]).flip(1).cummin(1).values.flip(1)
+        start = keys[self.offset :]
+        start = torch.zeros_like(start) if self.window is None else (start - self.window + 1).clamp(min=0)
+        return later[:, start].masked_fill(~self.counted, 0)
+
+    def between(self, start: int, stop: int) -> Inputs:
+        """The same with the queries `start:stop` only, and the keys that they can see."""
+        last = stop + self.offset
+        return replace(self, q=self.q[:, :, start:stop], k=self.k[:, :, :last], real=self.real[:, :last])
+
+    def visible(self, row: int, start: int, stop: int, first: int, last: int) -> Bool[Tensor, "query key"]:
+        """Which keys `first:last` the queries `start:stop` of a row see: causal, in the window, tokens."""
         queries = torch.arange(start, stop, device=self.q.device)
         return self.visible_to(row, queries, first, last)
 
@@ -206,3 +219,16 @@ def chosen(name: str, value: str, allowed: tuple[str, ...]) -> str:
             f"expected {name} to be one of {', '.join(allowed)}, got {value!r}: choose one of them"
         )
     return value
+
+
+def checked_edges(edges: tuple[int, ...] | None, n_query: int) -> tuple[int, ...] | None:
+    """Returns the edges if they cut the queries into spans that are not empty.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if edges is not None and any(b <= a for a, b in pairwise((0, *edges, n_query))):
+        raise ValueError(
+            f"expected ascending edges between 0 and {n_query}, got {list(edges)}: each span needs a query"
+        )
+    return edges

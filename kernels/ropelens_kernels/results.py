@@ -15,6 +15,8 @@ class ActivationResult:
     Attributes:
         values: `sum |scale * q.k in the band's plane|`, at least 0.
         rest: The same for the dims that no band rotates, taken together: `sum |scale * q_rest.k_rest|`.
+        by_position: `values` apart for the spans of queries between the edges, or None.
+        first_values: The part of `values` that is due to each query's first visible key, or None.
         bound: `|values - exact| <= bound`, certified up to rounding; 0 for exact methods.
         estimate: A-posteriori estimate of `|values - exact|`; 0 for exact methods.
         n_queries: Counted queries.
@@ -24,6 +26,8 @@ class ActivationResult:
 
     values: Float64[Tensor, "batch head band"]
     rest: Float64[Tensor, "batch head"]
+    by_position: Float64[Tensor, "batch span head band"] | None
+    first_values: Float64[Tensor, "batch head band"] | None
     bound: Float64[Tensor, "batch head band"]
     estimate: Float64[Tensor, "batch head band"]
     n_queries: Int64[Tensor, " batch"]

@@ -266,7 +266,9 @@ def first_pass(inputs: Inputs, split_first: bool) -> Rows:
             seen = inputs.visible(row, start, stop, edge, last)
             here = (row, part, slice(start, stop))
             q = (inputs.q[here] * inputs.scale).flatten(0, 1)
-            sink = None if inputs.sinks is None else inputs.sinks[part].repeat_interleave(stop - start)[:, None]
+            sink = (
+                None if inputs.sinks is None else inputs.sinks[part].repeat_interleave(stop - start)[:, None]
+            )
             if rule is None:
                 seen = torch.nn.functional.pad(seen, (edge - first, 0), value=True).repeat(group, 1)
                 block = rows(q, k[first:last], seen, FIRST, inputs, sink, split_first)

@@ -22,6 +22,13 @@ def pairwise_rest(inputs: Inputs) -> Float64[Tensor, "batch head"]:
     return _sum_abs(inputs, q[..., None, :], k[..., None, :])[..., 0]
 
 
+def first_key(inputs: Inputs) -> Float64[Tensor, "batch head band"]:
+    """Returns the part of the activation that is due to each query's first visible key."""
+    at = inputs.first_visible[:, None, :, None].expand(-1, inputs.k.shape[1], -1, inputs.k.shape[3])
+    k = inputs.k.gather(2, at).repeat_interleave(inputs.group, 1)
+    return inputs.split(inputs.q * inputs.scale * k)[0].abs().sum(2, dtype=torch.float64)
+
+
 def _sum_abs(inputs: Inputs, q: Tensor, k: Tensor) -> Tensor:
     """Sums |scale * q.k| over visible pairs, for q [batch, head, query, band, dim] and k likewise."""
     batch, heads, queries, bands, dims = q.shape
