@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ActivationResult:
-    """Band activation: sums over visible (query, key) pairs, in logit units.
+    """Band activation (or the norm product): sums over visible (query, key) pairs, in logit units.
 
     Attributes:
         values: `sum |scale * q.k in the band's plane|`, at least 0.
@@ -21,7 +21,7 @@ class ActivationResult:
         estimate: A-posteriori estimate of `|values - exact|`; 0 for exact methods.
         n_queries: Counted queries.
         n_pairs: Visible pairs of a counted query and a key.
-        method: The method that ran ("pairwise", "sorted" or "harmonic"), with its backend if fused.
+        method: The method that ran ("pairwise", "sorted", "harmonic", "prefix sums"), with its backend if fused.
     """
 
     values: Float64[Tensor, "batch head band"]
