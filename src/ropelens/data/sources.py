@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 ENDINGS = "*.txt, *.json, *.jsonl (each also with .gz) or *.parquet"
@@ -28,28 +28,12 @@ class Document:
     replaced: bool = False
 
 
-class Source(Protocol):
-    """Documents in a fixed order: rows within shards."""
-
-    @property
-    def name(self) -> str:
-        """What a message calls it."""
-        ...
-
-    @property
-    def n_shards(self) -> int: ...
-
-    def identity(self) -> dict[str, Any]:
-        """What changes when the documents do, for JSON."""
-        ...
-
-    def rows(self, shard: int, start: int) -> Iterator[Document]:
-        """The documents of a shard, from row `start` on."""
-        ...
-
-
 class Texts:
-    """Strings in memory: one shard."""
+    """Strings in memory: one shard.
+
+    This and the other sources have a `name` for messages, `n_shards`, an `identity()` that changes with
+    the documents, and `rows(shard, start)`: the documents of a shard from row `start` on.
+    """
 
     n_shards = 1
 
@@ -181,6 +165,9 @@ class Hub:
             yield _text_of(row[self.text_column], self.text_column, self.name)
 
 
+Source = Texts | Files | Hub  # documents in a fixed order: rows within shards
+
+
 def source_of(source: Any, *, split: str, text_column: str) -> Source:
     """Returns the documents that a user's `source` names: see `windows`."""
     if isinstance(source, str):
@@ -194,7 +181,7 @@ def source_of(source: Any, *, split: str, text_column: str) -> Source:
             "check the path, or put a text into a list"
         )
     try:
-        items = [source] if isinstance(source, os.PathLike) else list(source)
+        items: list[Any] = [source] if isinstance(source, os.PathLike) else list(source)
     except TypeError:
         raise ValueError(
             f"expected a path, a hub dataset, strings or a tensor of token ids, got {type(source).__name__}"
