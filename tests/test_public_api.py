@@ -25,6 +25,7 @@ NAMES = [
     "load",
     "observe",
     "random_scores",
+    "windows",
 ]
 
 
