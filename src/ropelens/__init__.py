@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher
     from ropelens.metrics import ActivationAccumulator, EntropyAccumulator
     from ropelens.scores import BandAttribution, BandScores, random_scores
+    from ropelens.streaming import collect
 
 __version__ = version("ropelens")
 
@@ -28,6 +29,7 @@ __all__ = [
     "band_attribution",
     "band_entropy",
     "band_fisher",
+    "collect",
     "entropy_hooks",
     "load",
     "observe",
@@ -45,6 +47,7 @@ _HOME = {
     "band_attribution": "measure",
     "band_entropy": "measure",
     "band_fisher": "measure",
+    "collect": "streaming",
     "entropy_hooks": "hooks",
     "load": "hosts.load",
     "observe": "hooks",

@@ -177,11 +177,15 @@ class BandAccumulator:
     def restore(self, state: Mapping[str, Tensor], certificate: Certificate) -> None:
         """Goes on from what `state` returned, of this process or reduced over several."""
         self.bind(certificate)
-        restored: list[LayerSums | None] = [
-            LayerSums(**{f.name: state.get(f"{layer}.{f.name}") for f in fields(LayerSums)})  # pyright: ignore[reportArgumentType]
-            for layer in range(len(certificate.layers))
-        ]
-        self._sums = restored
+        for layer in range(len(certificate.layers)):
+            tensors = {f.name: state.get(f"{layer}.{f.name}") for f in fields(LayerSums)}
+            self._sums[layer] = LayerSums(**tensors)  # pyright: ignore[reportArgumentType]
+
+    def check(self) -> None:
+        """Raises a ValueError if the scores of any layer were not those of its queries and keys."""
+        for layer, sums in enumerate(self._sums):
+            if sums is not None and not bool(sums.sound):
+                raise ValueError(not_the_certified(layer))
 
     @staticmethod
     def reduction(name: str) -> Reduction:
@@ -209,9 +213,7 @@ class BandAccumulator:
                 "short or left out layers; start again with a new accumulator"
             )
         sums = [s for s in self._sums if s is not None]
-        for layer, s in enumerate(sums):
-            if not bool(s.sound):
-                raise ValueError(not_the_certified(layer))
+        self.check()
         bands = certificate.bands
 
         def table(name: str) -> Float64[Tensor, "layer head band"]:
