@@ -1,13 +1,10 @@
 """Collection: the same numbers as the one-call metrics, in one process or many, whole or in pieces."""
 
-import json
-import warnings
-
 import pytest
+import tiny
 import torch
 
 import ropelens as rl
-import tiny
 from ropelens.scores import BandScores
 
 
@@ -19,7 +16,12 @@ def model():
 def close(a: BandScores, b: BandScores, rtol: float = 1e-10) -> None:
     """Everything that two scores hold is the same, the data they name too."""
     assert (a.metric, a.n_queries, a.n_tokens, a.n_documents, a.data, a.settings) == (
-        b.metric, b.n_queries, b.n_tokens, b.n_documents, b.data, b.settings,
+        b.metric,
+        b.n_queries,
+        b.n_tokens,
+        b.n_documents,
+        b.data,
+        b.settings,
     )
     for name in ("values", "rest", "squares", "rest_squares", "n_pairs", "residual", "bound"):
         mine, theirs = getattr(a, name), getattr(b, name)

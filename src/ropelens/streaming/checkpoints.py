@@ -48,6 +48,7 @@ class RunFolder:
     def __init__(self, out: str | os.PathLike[str], rank: int = 0) -> None:
         self.out = Path(out)
         self.checkpoints = self.out / "checkpoints" / f"rank{rank}"
+        self._damaged: set[Path] = set()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -102,8 +103,10 @@ class RunFolder:
                 f"no checkpoint could be written to {self.out} ({error.strerror or error}): free space there "
                 "and run the same again, it goes on from the last one"
             ) from error
-        sound = [other for other in self.paths() if other.name <= path.name]
-        for other in {*self.paths()} - {*sound[-_KEPT:]}:
+        self._damaged.discard(path)
+        paths = self.paths()
+        whole = [other for other in paths if other.name <= path.name and other not in self._damaged]
+        for other in {*paths} - {*whole[-_KEPT:]}:
             other.unlink(missing_ok=True)
 
     def latest(self) -> Checkpoint | None:
@@ -119,6 +122,7 @@ class RunFolder:
             try:
                 return _read(path)
             except _DamagedError as error:
+                self._damaged.add(path)
                 warnings.warn(
                     f"{path} is damaged ({error}): going on from the checkpoint before it", stacklevel=4
                 )

@@ -38,7 +38,7 @@ def collect(
     n_samples: int = 1,
     seed: int = 0,
     batch: int = 1,
-    checkpoint_every: float = 300.0,
+    checkpoint_every: float | int = 300.0,
     progress: bool = True,
 ) -> dict[str, BandScores]:
     """Band scores over many windows of text; interrupted, the same call goes on where it stopped.
@@ -113,7 +113,7 @@ def collect(
         return run.finish(tokens)
 
 
-def _check(metrics: Sequence[str], tokens: int | None, batch: int, every: float) -> None:
+def _check(metrics: Sequence[str], tokens: int | None, batch: int, every: float | int) -> None:
     known = (*ACCUMULATORS, FisherAccumulator.metric)
     if isinstance(metrics, str) or not metrics or [m for m in metrics if m not in known]:
         raise ValueError(f"expected metrics from {', '.join(known)}, got {metrics!r}")
@@ -170,7 +170,7 @@ class _Run:
     settings: dict[str, Any]
     limit: int | None
     accumulators: dict[str, BandAccumulator | FisherAccumulator]
-    every: float
+    every: float | int
     batch: int
     done: _Done = _Done()
 
