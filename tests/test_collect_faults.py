@@ -208,8 +208,8 @@ def test_damaged_checkpoints_alone_are_refused(model, half_way) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"ids": tiny.ids(batch=20, pos=24, seed=9)}, "its data tokens is '"),
-        ({"ids": IDS[:, :20]}, "its data tokens is '"),
+        ({"ids": tiny.ids(batch=20, pos=24, seed=9)}, "its data source sha256 is '"),
+        ({"ids": IDS[:, :20]}, "its data context is 24, not 20"),
         ({"metrics": ("entropy",)}, "its metrics are entropy, activation, not entropy"),
         ({"tol": 1e-4}, "its setting tol is 0.001, not 0.0001"),
         ({"batch": 2}, "its setting batch is 1, not 2"),
@@ -339,7 +339,7 @@ def test_tokens_of_another_vocabulary_name_the_window(model, tmp_path) -> None:
         ({"tokens": 0}, r"^expected tokens to be at least 1, got 0$"),
         ({"batch": 0}, r"^expected batch to be at least 1, got 0$"),
         ({"checkpoint_every": -1}, r"^expected checkpoint_every to be a number of seconds, got -1$"),
-        ({"ids": torch.zeros(3)}, r"^expected token ids of shape \[batch, pos\], got torch.float32 \[3\]$"),
+        ({"ids": torch.zeros(3)}, r"^expected integer token ids, got a tensor of torch.float32$"),
         ({"ids": ["text"]}, r"^expected windows from ropelens.windows or token ids .*, got list$"),
         (
             {"ids": tiny.ids(pos=200)},

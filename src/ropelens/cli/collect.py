@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -34,13 +34,12 @@ def collect(
         int | None, typer.Option(min=1, help="Stop after so many tokens, over all shards; default: all.")
     ] = None,
     pack: Annotated[
-        bool,
-        typer.Option(
-            "--pack/--clip",
-            help="Fill windows with several documents, each measured alone; or drop documents shorter than "
-            "the context and clip the others to it.",
-        ),
+        bool, typer.Option("--pack", help="Fill windows with several documents, each measured alone.")
     ] = False,
+    split: Annotated[
+        bool, typer.Option("--split", help="Cut documents into as many windows as they fill.")
+    ] = False,
+    column: Annotated[str, typer.Option(help="The column with the text, in all but .txt files.")] = "text",
     bos: Annotated[
         bool | None,
         typer.Option(
@@ -66,8 +65,9 @@ def collect(
 ) -> None:
     """Measure the bands of a model over many tokens.
 
-    Documents are cut into windows and run through the model; the metrics are added up, and in the
-    end lie in OUT/<metric>.safetensors (read with ropelens.BandScores.load), with what was run in
+    Documents that are shorter than the context are dropped and longer ones clipped to it, unless
+    --pack or --split. Their windows run through the model, the metrics are added up, and in the end
+    they lie in OUT/<metric>.safetensors (read with ropelens.BandScores.load), with what was run in
     OUT/run.json.
 
     Ctrl-C finishes the window, writes a checkpoint and ends with status 130; kill -9 or a power cut
@@ -82,6 +82,8 @@ def collect(
     """
     with one_sentence():
         part = _shard(shard)
+        if pack and split:
+            raise ValueError("expected --pack or --split, not both")
         names = [name.strip() for name in metrics.split(",") if name.strip()]
         rank = int(os.environ.get("RANK", "0"))
 
@@ -99,7 +101,15 @@ def collect(
         if device is None and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
             device = f"cuda:{os.environ['LOCAL_RANK']}"
         found = load(model, host=host, device=device, dtype=None if dtype is None else getattr(torch, dtype))
-        read: Any = windows(data, found.tokenizer, context=context, pack=pack, bos=bos, shard=part)
+        read = windows(
+            data,
+            found.tokenizer,
+            context=context,
+            fit="pack" if pack else "split" if split else "clip",
+            bos=bos,
+            shard=part,
+            text_column=column,
+        )
         scores = run(
             found,
             read,

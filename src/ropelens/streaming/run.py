@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ropelens.data import Cursor, Window, Windows
 from ropelens.hooks import ACCUMULATORS, layer_hooks
 from ropelens.hosts import Host, host_of
 from ropelens.metrics import BandAccumulator, FisherAccumulator
@@ -22,7 +23,7 @@ from ropelens.scores import BandScores, saving
 from ropelens.streaming.checkpoints import Checkpoint, RunFolder
 from ropelens.streaming.interrupt import interruptible
 from ropelens.streaming.processes import Processes, processes
-from ropelens.streaming.source import Source, WindowLike, digest_of, padded, pieces_of, source_of
+from ropelens.streaming.source import digest_of, padded, pieces_of, source_of
 from ropelens.streaming.summary import NAME as SUMMARY
 from ropelens.streaming.summary import differs, write_summary
 
@@ -93,7 +94,7 @@ def collect(
                 f"expected windows of at most {host.context} tokens, the context of this model, got "
                 f"{source.context}: make them with context={host.context}"
             )
-        settings = {"tol": tol, "batch": batch, "context": source.context}
+        settings = {"tol": tol, "batch": batch}
         settings |= {"n_samples": n_samples, "seed": seed} if "fisher" in metrics else {}
         settings |= {"shard": list(source.shard), "processes": group.world}
         settings |= {"dtype": str(host.embedding.dtype).removeprefix("torch."), "host": host.kind}
@@ -132,7 +133,7 @@ def _accumulator(
     return ACCUMULATORS[metric](tol=tol)
 
 
-def _limit(source: Source, tokens: int | None) -> int | None:
+def _limit(source: Windows, tokens: int | None) -> int | None:
     """The number of windows of this shard until `tokens` are reached over all shards, None for all."""
     if tokens is None:
         return None
@@ -144,14 +145,14 @@ def _limit(source: Source, tokens: int | None) -> int | None:
 class _Done:
     """How far a run is."""
 
-    cursor: Any = None
+    cursor: Cursor | None = None
     windows: int = 0
     tokens: int = 0
     digest: int = 0
     seconds: float = 0.0
     ended: bool = False  # there are no further windows
 
-    def after(self, batch: Sequence[WindowLike]) -> _Done:
+    def after(self, batch: Sequence[Window]) -> _Done:
         return replace(
             self,
             cursor=batch[-1].after,
@@ -164,7 +165,7 @@ class _Done:
 @dataclass
 class _Run:
     host: Host
-    source: Source
+    source: Windows
     group: Processes
     folder: RunFolder | None
     settings: dict[str, Any]
@@ -181,7 +182,7 @@ class _Run:
             {
                 "metrics": list(self.accumulators),
                 "model": self.host.fingerprint,
-                "data": dict(self.source.fingerprint),
+                "data": self.source.fingerprint,
                 "settings": self.settings,
             },
             "settings",
@@ -204,7 +205,8 @@ class _Run:
                 f"{self.folder.out} holds another run: {why}; choose another folder, or delete that one"
             )
         facts = found.facts["done"]
-        self.done = _Done(**{**facts, "digest": int(facts["digest"], 16)})
+        cursor = None if facts["cursor"] is None else Cursor(**facts["cursor"])
+        self.done = _Done(**{**facts, "cursor": cursor, "digest": int(facts["digest"], 16)})
         if self.limit is not None and self.done.windows > self.limit:
             raise ValueError(
                 f"{self.folder.out} holds {self.done.tokens:,} tokens already, more than were asked for: "
@@ -259,7 +261,7 @@ class _Run:
 
     def finish(self, tokens: int | None) -> dict[str, BandScores]:
         """Returns the scores of all processes together, and writes them."""
-        alls = [_Done(**done) for done in self.group.gather(asdict(self.done))]
+        alls = self.group.gather(self.done)
         n_windows, n_tokens = sum(d.windows for d in alls), sum(d.tokens for d in alls)
         if n_windows == 0:
             first, step = self.source.shard
@@ -296,8 +298,8 @@ class _Run:
             write_summary(self.folder.out, facts)
         return scores
 
-    def _batches(self) -> Iterator[list[WindowLike]]:
-        batch: list[WindowLike] = []
+    def _batches(self) -> Iterator[list[Window]]:
+        batch: list[Window] = []
         read = self.done.windows
         for window in self.source.read(self.done.cursor):
             if read == self.limit:
@@ -310,7 +312,7 @@ class _Run:
         if batch:
             yield batch
 
-    def _measure(self, windows: Sequence[WindowLike]) -> None:
+    def _measure(self, windows: Sequence[Window]) -> None:
         host, observed = self.host, self.accumulators.copy()
         fisher = observed.pop(FisherAccumulator.metric, None)
         pieces = [(w.index, n, piece) for w in windows for n, piece in enumerate(pieces_of(w))]

@@ -1,79 +1,21 @@
-"""What a run reads: windows of tokens, numbered, from a place that can be found again."""
+"""From windows to what the model runs: documents that share a window, each alone."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-
-@runtime_checkable
-class WindowLike(Protocol):
-    """A window: `ropelens.data.Window`, or a row of a tensor."""
-
-    @property
-    def ids(self) -> Int64[Tensor, " pos"]: ...
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def after(self) -> Any: ...
+from ropelens.data import Window, Windows
+from ropelens.data import windows as windows_of
 
 
-@runtime_checkable
-class Source(Protocol):
-    """Windows that can be read from any place on: `ropelens.data.Windows`, or rows of a tensor."""
-
-    @property
-    def context(self) -> int: ...
-    @property
-    def shard(self) -> tuple[int, int]: ...
-    @property
-    def fingerprint(self) -> Mapping[str, Any]: ...
-    def read(self, start: Any = None) -> Iterator[WindowLike]: ...
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a tensor; `after` is the number of the next row of the shard."""
-
-    ids: Int64[Tensor, " pos"]
-    index: int
-    after: int
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return (len(self.ids),)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The rows of a tensor of token ids as windows, each a document."""
-
-    ids: Int64[Tensor, "batch pos"]
-    shard: tuple[int, int] = (0, 1)
-
-    @property
-    def context(self) -> int:
-        return self.ids.shape[1]
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {"rows": len(self.ids), "tokens": hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:32]}
-
-    def read(self, start: int | None = None) -> Iterator[Row]:
-        first, step = self.shard
-        for index in range(first if start is None else start, len(self.ids), step):
-            yield Row(self.ids[index], index, index + step)
-
-
-def source_of(windows: Any, shard: tuple[int, int]) -> Source:
+def source_of(windows: Any, shard: tuple[int, int]) -> Windows:
     """Returns the part of the windows that is this process's.
 
     Args:
@@ -84,12 +26,8 @@ def source_of(windows: Any, shard: tuple[int, int]) -> Source:
         ValueError: If `windows` is neither, or holds a shard while there are several processes.
     """
     if isinstance(windows, Tensor):
-        if windows.ndim != 2 or windows.numel() == 0 or windows.is_floating_point():
-            raise ValueError(
-                f"expected token ids of shape [batch, pos], got {windows.dtype} {list(windows.shape)}"
-            )
-        return Rows(windows.detach().to("cpu", torch.int64).contiguous(), shard)
-    if not hasattr(windows, "read") or not hasattr(windows, "shard"):
+        windows = windows_of(windows)
+    if not isinstance(windows, Windows):
         raise ValueError(
             "expected windows from ropelens.windows or token ids of shape [batch, pos], got "
             f"{type(windows).__name__}"
@@ -104,21 +42,19 @@ def source_of(windows: Any, shard: tuple[int, int]) -> Source:
     return replace(windows, shard=shard)
 
 
-def pieces_of(window: WindowLike) -> Sequence[Int64[Tensor, " pos"]]:
+def pieces_of(window: Window) -> Sequence[Int64[Tensor, " _"]]:
     """Returns the documents in a window, each alone."""
     return window.ids.split(list(window.lengths))
 
 
-def digest_of(window: WindowLike) -> int:
+def digest_of(window: Window) -> int:
     """Returns a number for the tokens of a window; those of many windows add up, in any order."""
-    digests = (
-        hashlib.sha256(piece.cpu().numpy().tobytes() + b"|").hexdigest()[:32] for piece in pieces_of(window)
-    )
+    digests = (hashlib.sha256(piece.numpy().tobytes() + b"|").hexdigest()[:32] for piece in pieces_of(window))
     return sum(int(digest, 16) for digest in digests)
 
 
 def padded(
-    pieces: Sequence[Int64[Tensor, " pos"]],
+    pieces: Sequence[Int64[Tensor, " _"]],
 ) -> Iterator[tuple[Int64[Tensor, "batch pos"], Bool[Tensor, "batch pos"] | None]]:
     """Yields the pieces as rows of right-padded batches, with a mask where there are pads.
 

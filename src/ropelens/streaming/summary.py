@@ -36,10 +36,23 @@ def differs(a: dict[str, Any], b: dict[str, Any], but: Sequence[str] = ()) -> st
     if why := same_model(a["model"], b["model"]):
         return f"it measures another model ({why})"
     for part, what in (("data", "data"), ("settings", "setting")):
-        for key in sorted((a[part].keys() | b[part].keys()) - {*but}):
-            if (mine := a[part].get(key)) != (theirs := b[part].get(key)):
-                return f"its {what} {key} is {mine!r}, not {theirs!r}"
+        mine, theirs = _flat(a[part]), _flat(b[part])
+        for key in sorted((mine.keys() | theirs.keys()) - {*but}):
+            if mine.get(key) != theirs.get(key):
+                return f"its {what} {key} is {_short(mine.get(key))}, not {_short(theirs.get(key))}"
     return None
+
+
+def _flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in facts.items():
+        flat |= _flat(value, f"{prefix}{key} ") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def merge_runs(outs: Sequence[str | os.PathLike[str]], into: str | os.PathLike[str]) -> dict[str, BandScores]:
