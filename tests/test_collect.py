@@ -258,14 +258,17 @@ def test_the_folder_of_a_run(model, tmp_path, capfd) -> None:
     assert "tok/s" in bar
 
 
+def bytes_alive() -> int:
+    return sum(t.nbytes for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+
+
 class Counting(Windows):
     """Windows that note how many bytes of tensors are alive when each is asked for."""
 
     def read(self, start: Cursor | None = None):
         for window in super().read(start):
             gc.collect()
-            alive = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-            self.counts.alive = [*getattr(self.counts, "alive", []), sum(t.nbytes for t in alive)]
+            self.counts.alive = [*getattr(self.counts, "alive", []), bytes_alive()]
             yield window
 
 
