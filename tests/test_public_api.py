@@ -26,6 +26,7 @@ NAMES = [
     "load",
     "observe",
     "random_scores",
+    "windows",
 ]
 
 

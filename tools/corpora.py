@@ -76,10 +76,8 @@ def plays(folder: Path) -> Texts:
 
 
 def plain(markdown: str) -> str:
-    """The text of a play: headings, bold names, italic directions and hard line breaks without their marks."""
-    text = re.sub(r"^#+ ", "", markdown, flags=re.MULTILINE)
-    text = re.sub(r"\*\*(.+?)\*\*|\b_(.+?)_\b", lambda found: found[1] or found[2], text)
-    return re.sub(r" +$", "", text, flags=re.MULTILINE)
+    """A play without the marks of headings, bold names, italic directions, line breaks and escapes."""
+    return re.sub(r"^#+ | +$|\*+|_|\\", "", markdown, flags=re.MULTILINE)
 
 
 def novels(folder: Path) -> Texts:

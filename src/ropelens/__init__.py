@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ropelens.bands import Bands
+    from ropelens.data import windows
     from ropelens.hooks import activation_hooks, entropy_hooks, observe
     from ropelens.hosts.load import load
     from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher
@@ -34,6 +35,7 @@ __all__ = [
     "load",
     "observe",
     "random_scores",
+    "windows",
 ]
 
 _HOME = {
@@ -52,6 +54,7 @@ _HOME = {
     "load": "hosts.load",
     "observe": "hooks",
     "random_scores": "scores",
+    "windows": "data",
 }
 
 
