@@ -94,6 +94,9 @@ def collect(
                 f"expected windows of at most {host.context} tokens, the context of this model, got "
                 f"{source.context}: make them with context={host.context}"
             )
+        if source.n_windows is not None:
+            most = source.n_windows * source.context
+            tokens = most if tokens is None else min(tokens, most)
         settings = {"tol": tol, "batch": batch}
         settings |= {"n_samples": n_samples, "seed": seed} if "fisher" in metrics else {}
         settings |= {"shard": list(source.shard), "processes": group.world}
