@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import ropelens as rl
 from report_example import example_scores
-from ropelens.cli import app, sharpest_table
+from ropelens.cli import app
+from ropelens.cli.demo import sharpest_table
 from ropelens.report import choose_repeat
 from ropelens.scores import BandAttribution, BandScores
 
@@ -184,7 +185,7 @@ def test_help_reads_like_a_manual_and_loads_nothing_heavy() -> None:
         "Examples:",
         "Exit status:",
         "130  interrupted",
-        "  demo  Measure",
+        "  demo     Measure",
     ):
         assert part in done.stdout
 

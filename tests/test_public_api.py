@@ -21,6 +21,7 @@ NAMES = [
     "band_attribution",
     "band_entropy",
     "band_fisher",
+    "collect",
     "entropy_hooks",
     "load",
     "observe",

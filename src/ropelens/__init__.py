@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher
     from ropelens.metrics import ActivationAccumulator, EntropyAccumulator
     from ropelens.scores import BandAttribution, BandScores, random_scores
+    from ropelens.streaming import collect
 
 __version__ = version("ropelens")
 
@@ -29,6 +30,7 @@ __all__ = [
     "band_attribution",
     "band_entropy",
     "band_fisher",
+    "collect",
     "entropy_hooks",
     "load",
     "observe",
@@ -47,6 +49,7 @@ _HOME = {
     "band_attribution": "measure",
     "band_entropy": "measure",
     "band_fisher": "measure",
+    "collect": "streaming",
     "entropy_hooks": "hooks",
     "load": "hosts.load",
     "observe": "hooks",

@@ -177,8 +177,11 @@ def _hooks_of_layer(host: Host, layer: int, consume: Consumer) -> list[tuple[str
 
 
 def read_mask(scores: Float[Tensor, "batch head pos pos"]) -> Bool[Tensor, "batch pos"]:
-    """Returns which tokens are real: a query that sees itself is, nothing but a pad is hidden from itself."""
-    return scores[:, 0].diagonal(dim1=-2, dim2=-1) > torch.finfo(scores.dtype).min / 2
+    """Returns which tokens are real: a query that sees itself is, nothing but a pad is hidden from itself.
+
+    NaN is no mask: its tokens are real, and the metrics refuse them.
+    """
+    return ~(scores[:, 0].diagonal(dim1=-2, dim2=-1) <= torch.finfo(scores.dtype).min / 2)
 
 
 def is_sound(

@@ -1,6 +1,6 @@
 """Metrics: accumulators over forward passes, and Fisher information, which needs the model itself."""
 
 from ropelens.metrics.accumulate import ActivationAccumulator, BandAccumulator, EntropyAccumulator
-from ropelens.metrics.fisher import fisher
+from ropelens.metrics.fisher import FisherAccumulator, fisher
 
-__all__ = ["ActivationAccumulator", "BandAccumulator", "EntropyAccumulator", "fisher"]
+__all__ = ["ActivationAccumulator", "BandAccumulator", "EntropyAccumulator", "FisherAccumulator", "fisher"]

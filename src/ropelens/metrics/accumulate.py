@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
@@ -19,18 +20,22 @@ from ropelens.scores import BandScores, same_model
 
 @dataclass
 class LayerSums:
-    """What one layer has added up so far, on the layer's own device."""
+    """What one layer has added up so far, on the layer's own device.
+
+    Updates replace these tensors and never change one, so that a copy of the references is a snapshot.
+    Two processes' sums add up, unless a field's `reduce` says otherwise.
+    """
 
     values: Float64[Tensor, "head band"]
     rest: Float64[Tensor, " head"]
     squares: Float64[Tensor, "head band"]
     rest_squares: Float64[Tensor, " head"]
-    residual: Float64[Tensor, " head"]
+    residual: Float64[Tensor, " head"] = field(metadata={"reduce": "max"})
     bound: Float64[Tensor, "head band"]
     n_queries: Int64[Tensor, ""]
     n_pairs: Int64[Tensor, ""]
     n_documents: Int64[Tensor, ""]
-    sound: Bool[Tensor, ""]
+    sound: Bool[Tensor, ""] = field(metadata={"reduce": "min"})
 
     @classmethod
     def zero(cls, n_heads: int, n_bands: int, device: torch.device) -> LayerSums:
@@ -48,6 +53,15 @@ class LayerSums:
             n_documents=count,
             sound=torch.ones((), dtype=torch.bool, device=device),
         )
+
+
+Reduction = Literal["sum", "max", "min"]
+_REDUCTIONS: dict[str, Reduction] = {f.name: f.metadata.get("reduce", "sum") for f in fields(LayerSums)}
+
+
+def _map(sums: LayerSums, change: Callable[[Tensor], Tensor]) -> LayerSums:
+    tensors = {f.name: getattr(sums, f.name) for f in fields(sums)}
+    return LayerSums(**{name: None if t is None else change(t) for name, t in tensors.items()})  # pyright: ignore[reportArgumentType]
 
 
 class BandAccumulator:
@@ -121,9 +135,7 @@ class BandAccumulator:
             )
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from error
-        sums = self._sums[layer]
-        if sums is None:
-            sums = LayerSums.zero(spec.n_heads, len(spec.rotation.inv_freq), q.device)
+        sums = self._sums_of(layer, q.device)
         residual, bound = getattr(found, "residual", None), getattr(found, "bound", None)
         self._sums[layer] = LayerSums(
             values=sums.values + found.values.sum(0),
@@ -137,6 +149,48 @@ class BandAccumulator:
             n_documents=sums.n_documents + (found.n_queries > 0).sum(),  # a row of pads is no document
             sound=sums.sound if sound is None else sums.sound & sound,
         )
+
+    def _sums_of(self, layer: int, device: torch.device) -> LayerSums:
+        assert self._certificate is not None
+        sums = self._sums[layer]
+        if sums is None:
+            spec = self._certificate.layers[layer]
+            return LayerSums.zero(spec.n_heads, len(spec.rotation.inv_freq), device)
+        if sums.values.device == device:
+            return sums
+        return _map(sums, lambda tensor: tensor.to(device))  # restored: they came from a file
+
+    def copy(self) -> BandAccumulator:
+        """Returns an accumulator of the same sums; it keeps them when this one goes on."""
+        other = copy(self)
+        other._sums = list(self._sums)
+        return other
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns all that was added up, on the CPU, by name: "3.values" are the values of layer 3."""
+        state = {}
+        for layer in range(len(self._sums)):
+            sums = self._sums_of(layer, torch.device("cpu"))
+            state |= {f"{layer}.{f.name}": getattr(sums, f.name) for f in fields(sums)}
+        return {name: tensor.clone() for name, tensor in state.items() if tensor is not None}
+
+    def restore(self, state: Mapping[str, Tensor], certificate: Certificate) -> None:
+        """Goes on from what `state` returned, of this process or reduced over several."""
+        self.bind(certificate)
+        for layer in range(len(certificate.layers)):
+            tensors = {f.name: state.get(f"{layer}.{f.name}") for f in fields(LayerSums)}
+            self._sums[layer] = LayerSums(**tensors)  # pyright: ignore[reportArgumentType]
+
+    def check(self) -> None:
+        """Raises a ValueError if the scores of any layer were not those of its queries and keys."""
+        for layer, sums in enumerate(self._sums):
+            if sums is not None and not bool(sums.sound):
+                raise ValueError(not_the_certified(layer))
+
+    @staticmethod
+    def reduction(name: str) -> Reduction:
+        """Returns how an entry of `state` combines with that of another process."""
+        return _REDUCTIONS[name.split(".")[-1]]
 
     def result(self, data: str = "") -> BandScores:
         """Returns the scores of all that was added.
@@ -159,9 +213,7 @@ class BandAccumulator:
                 "short or left out layers; start again with a new accumulator"
             )
         sums = [s for s in self._sums if s is not None]
-        for layer, s in enumerate(sums):
-            if not bool(s.sound):
-                raise ValueError(not_the_certified(layer))
+        self.check()
         bands = certificate.bands
 
         def table(name: str) -> Float64[Tensor, "layer head band"]:

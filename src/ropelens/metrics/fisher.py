@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ropelens.hosts import Host, LayerSpec
+from ropelens.hosts import Certificate, Host, LayerSpec
 from ropelens.hosts.tokens import Tokens
-from ropelens.scores import BandScores
+from ropelens.metrics.accumulate import Reduction
+from ropelens.scores import BandScores, same_model
 
 
 def fisher(
@@ -27,62 +30,148 @@ def fisher(
     progress: bool = False,
 ) -> BandScores:
     """Returns the Fisher information of every band; `ropelens.band_fisher` documents it."""
-    if n_samples < 1:
-        raise ValueError(f"n_samples must be at least 1, got {n_samples}")
-    if torch.is_inference_mode_enabled():
-        raise ValueError("Fisher information needs gradients: leave torch.inference_mode() for it")
-    if unit not in ("band", "dim"):
-        raise ValueError(f'unit must be "band" or "dim", got {unit!r}')
-    specs, bands = host.certificate.layers, host.bands
-    shape = (len(specs), specs[0].n_heads, bands.n_bands)
-    values, squares, spread = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
-    rest, rest_squares = (
-        torch.zeros(shape[:2], dtype=torch.float64),
-        torch.zeros(shape[:2], dtype=torch.float64),
-    )
-    n_pairs = torch.zeros(len(specs), dtype=torch.int64)
+    accumulator = FisherAccumulator(n_samples=n_samples, seed=seed, unit=unit)
     documents = tokens.documents()
     for index, ids in enumerate(tqdm(documents, "Fisher", unit="text", disable=not progress)):
+        accumulator.update(host, ids, (index,))
+    return accumulator.result(tokens.digest)
+
+
+@dataclass
+class FisherSums:
+    """What was added up so far; updates replace these tensors and never change one."""
+
+    values: Float64[Tensor, "layer head band"]
+    rest: Float64[Tensor, "layer head"]
+    squares: Float64[Tensor, "layer head band"]
+    rest_squares: Float64[Tensor, "layer head"]
+    spread: Float64[Tensor, "layer head band"]
+    n_pairs: Int64[Tensor, " layer"]
+    n_tokens: Int64[Tensor, ""]
+    n_documents: Int64[Tensor, ""]
+
+    @classmethod
+    def zero(cls, certificate: Certificate) -> FisherSums:
+        specs, n_bands = certificate.layers, certificate.bands.n_bands
+        by_band = torch.zeros(len(specs), specs[0].n_heads, n_bands, dtype=torch.float64)
+        by_head, count = by_band[..., :1].sum(-1), torch.zeros((), dtype=torch.int64)
+        return cls(by_band, by_head, by_band, by_head, by_band, count.expand(len(specs)), count, count)
+
+
+class FisherAccumulator:
+    """Adds up Fisher information over documents; the arguments are those of `band_fisher`."""
+
+    metric: ClassVar[str] = "fisher"
+
+    def __init__(self, *, n_samples: int = 1, seed: int = 0, unit: Literal["band", "dim"] = "band") -> None:
+        if n_samples < 1:
+            raise ValueError(f"n_samples must be at least 1, got {n_samples}")
+        if unit not in ("band", "dim"):
+            raise ValueError(f'unit must be "band" or "dim", got {unit!r}')
+        self.n_samples, self.seed, self.unit = n_samples, seed, unit
+        self._certificate: Certificate | None = None
+        self._sums: FisherSums | None = None
+
+    def bind(self, certificate: Certificate) -> None:
+        """Makes room for a model's layers; `update` and `restore` do so too."""
+        if self._certificate is None:
+            self._certificate, self._sums = certificate, FisherSums.zero(certificate)
+        elif why := same_model(self._certificate.fingerprint, certificate.fingerprint):
+            raise ValueError(f"this accumulator already holds another model's fisher ({why}): use a new one")
+
+    def update(self, host: Host, ids: Int64[Tensor, "1 pos"], index: tuple[int, ...]) -> None:
+        """Adds one document.
+
+        Args:
+            host: The model.
+            ids: The document.
+            index: What tells it from all others: with `seed`, it seeds the labels.
+
+        Raises:
+            ValueError: If gradients are off, or hold NaN or infinity, naming the layer.
+        """
+        if torch.is_inference_mode_enabled():
+            raise ValueError("Fisher information needs gradients: leave torch.inference_mode() for it")
+        self.bind(host.certificate)
+        sums, specs = self._sums, host.certificate.layers
+        assert sums is not None
         drawn, drawn_rest = [], []
-        for gradient in gain_gradients(host, ids, n_samples=n_samples, seed=(seed, index)):
-            by_band, by_rest = _squared(gradient, specs, bands.n_bands, unit)
+        for gradient in gain_gradients(host, ids, n_samples=self.n_samples, seed=(self.seed, *index)):
+            by_band, by_rest = _squared(gradient, specs, host.bands.n_bands, self.unit)
             drawn.append(by_band)
             drawn_rest.append(by_rest)
-        sampled, document_rest = torch.stack(drawn), torch.stack(drawn_rest).mean(0)
-        values += sampled.mean(0)
-        squares += sampled.mean(0).square()
-        if n_samples > 1:
-            spread += sampled.var(0) / n_samples
-        rest += document_rest
-        rest_squares += document_rest.square()
-        n_pairs += torch.tensor([_n_pairs(ids.shape[1], spec.window) for spec in specs])
-    for layer in range(len(specs)):
-        if not bool((values[layer].isfinite()).all() and rest[layer].isfinite().all()):
-            raise ValueError(
-                f"layer {layer}: the gradients hold NaN or infinity; is the model in half precision?"
-            )
-    missing = ~bands.exists[:, None, :].expand(shape)
-    n_tokens = sum(ids.shape[1] for ids in documents)
-    return BandScores(
-        metric="fisher",
-        bands=bands,
-        values=values.masked_fill(missing, math.nan),
-        rest=rest,
-        squares=squares.masked_fill(missing, math.nan),
-        rest_squares=rest_squares,
-        sampling_variance=spread.masked_fill(missing, math.nan) if n_samples > 1 else None,
-        n_queries=n_tokens,
-        n_pairs=n_pairs,
-        n_tokens=n_tokens,
-        n_documents=len(documents),
-        model=host.fingerprint,
-        data=tokens.digest,
-        settings={"n_samples": n_samples, "seed": seed, "unit": unit},
-    )
+        sampled, rest = torch.stack(drawn), torch.stack(drawn_rest).mean(0)
+        values = sampled.mean(0)
+        for layer in range(len(specs)):
+            if not bool(values[layer].isfinite().all() and rest[layer].isfinite().all()):
+                raise ValueError(
+                    f"layer {layer}: the gradients hold NaN or infinity; is the model in half precision?"
+                )
+        n_pairs = torch.tensor([_n_pairs(ids.shape[1], spec.window) for spec in specs])
+        self._sums = FisherSums(
+            values=sums.values + values,
+            rest=sums.rest + rest,
+            squares=sums.squares + values.square(),
+            rest_squares=sums.rest_squares + rest.square(),
+            spread=sums.spread + sampled.var(0) / self.n_samples if self.n_samples > 1 else sums.spread,
+            n_pairs=sums.n_pairs + n_pairs,
+            n_tokens=sums.n_tokens + ids.shape[1],
+            n_documents=sums.n_documents + 1,
+        )
+
+    def copy(self) -> FisherAccumulator:
+        """Returns an accumulator of the same sums; it keeps them when this one goes on."""
+        return copy(self)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns all that was added up, by name."""
+        sums = self._sums
+        return {} if sums is None else {name: tensor.clone() for name, tensor in vars(sums).items()}
+
+    def restore(self, state: Mapping[str, Tensor], certificate: Certificate) -> None:
+        """Goes on from what `state` returned, of this process or summed over several."""
+        self.bind(certificate)
+        self._sums = FisherSums(**state)
+
+    @staticmethod
+    def reduction(name: str) -> Reduction:
+        """Returns how an entry of `state` combines with that of another process."""
+        return "sum"
+
+    def result(self, data: str = "") -> BandScores:
+        """Returns the scores of all that was added.
+
+        Args:
+            data: Digest of the tokens, where known.
+
+        Raises:
+            ValueError: If nothing was added.
+        """
+        sums, certificate = self._sums, self._certificate
+        if sums is None or certificate is None or not sums.n_documents:
+            raise ValueError("no fisher was measured: update with a document first")
+        missing = ~certificate.bands.exists[:, None, :].expand(sums.values.shape)
+        spread = sums.spread.masked_fill(missing, math.nan) if self.n_samples > 1 else None
+        return BandScores(
+            metric="fisher",
+            bands=certificate.bands,
+            values=sums.values.masked_fill(missing, math.nan),
+            rest=sums.rest,
+            squares=sums.squares.masked_fill(missing, math.nan),
+            rest_squares=sums.rest_squares,
+            sampling_variance=spread,
+            n_queries=int(sums.n_tokens),
+            n_pairs=sums.n_pairs,
+            n_tokens=int(sums.n_tokens),
+            n_documents=int(sums.n_documents),
+            model=certificate.fingerprint,
+            data=data,
+            settings={"n_samples": self.n_samples, "seed": self.seed, "unit": self.unit},
+        )
 
 
 def gain_gradients(
-    host: Host, ids: Int64[Tensor, "1 pos"], *, n_samples: int, seed: tuple[int, int]
+    host: Host, ids: Int64[Tensor, "1 pos"], *, n_samples: int, seed: tuple[int, ...]
 ) -> Iterator[list[Float64[Tensor, "head d_head"]]]:
     """Yields, for each sample, the gradient of the sampled tokens' log-probability by every gain.
 

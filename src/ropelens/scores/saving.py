@@ -26,6 +26,15 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], f
     path.parent.mkdir(parents=True, exist_ok=True)
     header = json.dumps({"kind": kind, "format": FORMAT, **facts})
     content = safetensors.torch.save({k: t.contiguous() for k, t in tensors.items()}, {_KEY: header})
+    write_bytes(path, content)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, into a folder that is there.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # the same folder: replace is atomic
     try:
         with open(partial, "xb") as file:
@@ -35,6 +44,11 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], f
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name, too, is there after a power cut
+    finally:
+        os.close(folder)
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -43,6 +57,24 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     Raises:
         OSError: If there is no such file.
         ValueError: If the file is truncated, another format version, or holds something else.
+    """
+    tensors, facts = contents(path)
+    if facts["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has format version {facts['format']}, but this ropelens reads version {FORMAT}: "
+            "measure again, or read it with the version that saved it"
+        )
+    if facts["kind"] != kind:
+        raise ValueError(f"{path} holds a {facts['kind']}, not a {kind}: load it with {facts['kind']}.load")
+    return tensors, facts
+
+
+def contents(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns what `write` put into a file, of whatever kind and format, with both among the facts.
+
+    Raises:
+        OSError: If there is no such file.
+        ValueError: If the file is truncated or not one of ropelens's.
     """
     content = Path(path).read_bytes()  # not mapped: a later change of the file must not reach the result
     try:
@@ -53,15 +85,7 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], di
     header = json.loads(content[8 : 8 + length]).get("__metadata__", {})
     if _KEY not in header:
         raise ValueError(f"{path} is a safetensors file, but ropelens did not save it")
-    facts = json.loads(header[_KEY])
-    if facts["format"] != FORMAT:
-        raise ValueError(
-            f"{path} has format version {facts['format']}, but this ropelens reads version {FORMAT}: "
-            "measure again, or read it with the version that saved it"
-        )
-    if facts["kind"] != kind:
-        raise ValueError(f"{path} holds a {facts['kind']}, not a {kind}: load it with {facts['kind']}.load")
-    return tensors, facts
+    return tensors, json.loads(header[_KEY])
 
 
 def same_model(a: dict[str, Any], b: dict[str, Any]) -> str | None:

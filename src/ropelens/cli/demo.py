@@ -1,15 +1,16 @@
-"""The `ropelens` command. What is heavy is imported where it is used, so that `--help` is instant."""
+"""`ropelens demo`: all heads of SmolLM2-135M, in the terminal and as a page."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from ropelens.cli.sentence import one_sentence
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,55 +21,9 @@ if TYPE_CHECKING:
     from ropelens.scores import BandScores
 
 MODEL = "smollm2-135m"
-
-_HELP = """Which RoPE frequencies does each head of a language model use, and what for?
-
-ropelens takes attention apart into rotary frequency bands: one rotated pair of dims = one band =
-one frequency = one wavelength in tokens.
-
-\b
-Examples:
-  ropelens demo                        all heads of SmolLM2-135M; a page in results/demo
-  ropelens demo --layer 10 --head 1    the same, showing the attention of that head
-
-\b
-Exit status:
-  0    all went well
-  2    an argument, a file or a model cannot be used; standard error says why
-  130  interrupted
-
-From Python: import ropelens; see help(ropelens.band_entropy).
-"""
-
-app = typer.Typer(
-    help=_HELP,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
 HostName = Literal["bridge", "hooked"]
 
 
-def _version(wanted: bool) -> bool:
-    if wanted:
-        typer.echo(f"ropelens {version('ropelens')}")
-        raise typer.Exit
-    return wanted
-
-
-@app.callback(help=_HELP)
-def main(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Holds what stands before a command."""
-
-
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and the scores.")] = Path("results/demo"),
     tokens: Annotated[int, typer.Option(min=128, help="Length of the text, in tokens.")] = 2048,
@@ -85,21 +40,8 @@ def demo(
     The attention shown is that of the token where the longest phrase ends that the text repeats,
     in the head that looks most at what followed the phrase the first time.
     """
-    with _one_sentence():
+    with one_sentence():
         _demo(out, tokens, host, layer, head)
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Turns what users can mend into one sentence on standard error and an exit status."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"ropelens: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-    except KeyboardInterrupt as error:
-        typer.echo("ropelens: interrupted", err=True)
-        raise typer.Exit(130) from error
 
 
 def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head: int | None) -> None:

@@ -1,0 +1,65 @@
+"""The `ropelens` command. What is heavy is imported where it is used, so that `--help` is instant."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from ropelens.cli.collect import collect, merge
+from ropelens.cli.demo import demo
+
+__all__ = ["app"]
+
+_HELP = """Which RoPE frequencies does each head of a language model use, and what for?
+
+ropelens takes attention apart into rotary frequency bands: one rotated pair of dims = one band =
+one frequency = one wavelength in tokens.
+
+\b
+Examples:
+  ropelens demo                        all heads of SmolLM2-135M; a page in results/demo
+  ropelens demo --layer 10 --head 1    the same, showing the attention of that head
+  ropelens collect --data 'plays/*.txt' --tokens 1000000 --out runs/plays
+                                       a million tokens; stop it and start it as you like
+  ropelens merge runs/a runs/b -o runs/ab
+                                       the shards of a job array, added up
+
+\b
+Exit status:
+  0    all went well
+  2    an argument, a file or a model cannot be used; standard error says why
+  130  interrupted
+
+From Python: import ropelens; see help(ropelens.band_entropy).
+"""
+
+app = typer.Typer(
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"ropelens {version('ropelens')}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback(help=_HELP)
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Holds what stands before a command."""
+
+
+app.command()(demo)
+app.command()(collect)
+app.command()(merge)

@@ -1,0 +1,34 @@
+"""What users can mend, said in one sentence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import typer
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turns what users can mend into one sentence on standard error and an exit status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show, warnings.showwarning)
+            yield
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"ropelens: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        typer.echo(f"ropelens: {str(error) or 'interrupted'}", err=True)
+        raise typer.Exit(130) from error
+
+
+def _show(otherwise: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
+    """Prints a warning of ours without the line of code that it comes from."""
+    if category is UserWarning:
+        typer.echo(f"ropelens: warning: {' '.join(str(message).split())}", err=True)
+    else:
+        otherwise(message, category, *where)
