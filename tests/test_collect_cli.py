@@ -104,9 +104,6 @@ def test_a_source_that_ends_early_is_a_warning_and_no_failure(run, tmp_path) -> 
 
 
 def test_an_interruption_says_how_to_go_on(run, tmp_path, monkeypatch) -> None:
-    import signal
-
-    from ropelens.streaming import run as runs
 
     digest_of = runs.digest_of
     monkeypatch.setattr(

@@ -50,11 +50,13 @@ def activation(
     found = _run(inputs, tol, _choice(inputs, tol) if method == "auto" else method, fused, edges)
     if method == "auto" and not found.met:
         found = _run(inputs, tol, "sorted", fused, edges)
+    first, first_rest = first_key(inputs) if split_first else (None, None)
     return ActivationResult(
         values=found.values,
         rest=pairwise_rest(inputs),
         by_position=found.by_position,
-        first_values=first_key(inputs) if split_first else None,
+        first_values=first,
+        first_rest=first_rest,
         bound=found.bound,
         estimate=found.estimate,
         n_queries=inputs.counted.sum(1),
@@ -69,12 +71,14 @@ def norm_product(inputs: Inputs, split_first: bool, edges: tuple[int, ...] | Non
     spans = [by_query[:, :, a:b].sum(2) for a, b in spans_between((0, *(edges or ()), inputs.q.shape[2]))]
     by_position = torch.stack(spans, 1)
     total = by_position.sum(1)
+    first = first_products(inputs).sum(2) if split_first else None
     zero = torch.zeros_like(total[..., :-1])
     return ActivationResult(
         values=total[..., :-1],
         rest=total[..., -1],
         by_position=None if edges is None else by_position[..., :-1],
-        first_values=first_products(inputs).sum(2)[..., :-1] if split_first else None,
+        first_values=None if first is None else first[..., :-1],
+        first_rest=None if first is None else first[..., -1],
         bound=zero,
         estimate=zero,
         n_queries=inputs.counted.sum(1),

@@ -17,17 +17,19 @@ class ActivationResult:
         rest: The same for the dims that no band rotates, taken together: `sum |scale * q_rest.k_rest|`.
         by_position: `values` apart for the spans of queries between the edges, or None.
         first_values: The part of `values` that is due to each query's first visible key, or None.
+        first_rest: The same part of `rest`.
         bound: `|values - exact| <= bound`, certified up to rounding; 0 for exact methods.
         estimate: A-posteriori estimate of `|values - exact|`; 0 for exact methods.
         n_queries: Counted queries.
         n_pairs: Visible pairs of a counted query and a key.
-        method: The method that ran ("pairwise", "sorted", "harmonic", "prefix sums"), with its backend if fused.
+        method: The method that ran (such as "harmonic"), with its backend if fused.
     """
 
     values: Float64[Tensor, "batch head band"]
     rest: Float64[Tensor, "batch head"]
     by_position: Float64[Tensor, "batch span head band"] | None
     first_values: Float64[Tensor, "batch head band"] | None
+    first_rest: Float64[Tensor, "batch head"] | None
     bound: Float64[Tensor, "batch head band"]
     estimate: Float64[Tensor, "batch head band"]
     n_queries: Int64[Tensor, " batch"]

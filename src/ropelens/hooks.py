@@ -13,12 +13,18 @@ from tqdm.auto import tqdm
 
 from ropelens.hosts import Hook, Host, LayerSpec, host_of
 from ropelens.hosts.certify import score_tolerance, visible_keys
-from ropelens.metrics import ActivationAccumulator, BandAccumulator, EntropyAccumulator
+from ropelens.metrics import (
+    ActivationAccumulator,
+    BandAccumulator,
+    EntropyAccumulator,
+    NormProductAccumulator,
+)
 from ropelens.scores import BandScores
 
 ACCUMULATORS: dict[str, type[BandAccumulator]] = {
     "entropy": EntropyAccumulator,
     "activation": ActivationAccumulator,
+    "norm_product": NormProductAccumulator,
 }
 
 Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -113,7 +119,7 @@ def observe(
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
-        metrics: Any of "entropy" and "activation".
+        metrics: Any of "entropy", "activation" and "norm_product".
         tol: Tolerance: nats a row for entropy, relative for activation.
         progress: Whether to show a bar that counts layers.
 

@@ -143,13 +143,9 @@ def first_rows(
     start = n.clamp(min=1)
     z = torch.cat([start, power.sum(-1).T], 1)  # t = 0 first, where each key seen weighs 1
     mean = torch.linalg.vecdot(power[-1], logits)[:, None]
-    if sink is None:
-        a = 1 / z
-        w = dt * a
-    else:
-        sunk = torch.sigmoid(sink - t * top - z.log())
-        a = (1 - sunk) / z
-        w = dt * a * (1 + sink * sunk)
+    sunk = z.new_zeros(()) if sink is None else torch.sigmoid(sink - t * top - z.log())
+    a = (1 - sunk) / z
+    w = dt * a if sink is None else dt * a * (1 + sink * sunk)
     w[:, -1:] -= a[:, -1:]
     weights, odds = w[:, None], None
     if first_key is not None:

@@ -22,11 +22,14 @@ def pairwise_rest(inputs: Inputs) -> Float64[Tensor, "batch head"]:
     return _sum_abs(inputs, q[..., None, :], k[..., None, :])[..., 0]
 
 
-def first_key(inputs: Inputs) -> Float64[Tensor, "batch head band"]:
-    """Returns the part of the activation that is due to each query's first visible key."""
+def first_key(
+    inputs: Inputs,
+) -> tuple[Float64[Tensor, "batch head band"], Float64[Tensor, "batch head"]]:
+    """Returns the part that is due to each query's first visible key, of the bands and of the rest."""
     at = inputs.first_visible[:, None, :, None].expand(-1, inputs.k.shape[1], -1, inputs.k.shape[3])
     k = inputs.k.gather(2, at).repeat_interleave(inputs.group, 1)
-    return inputs.split(inputs.q * inputs.scale * k)[0].abs().sum(2, dtype=torch.float64)
+    bands, rest = inputs.split(inputs.q * inputs.scale * k)
+    return bands.abs().sum(2, dtype=torch.float64), rest.abs().sum(2, dtype=torch.float64)
 
 
 def _sum_abs(inputs: Inputs, q: Tensor, k: Tensor) -> Tensor:
