@@ -76,9 +76,9 @@ def collect(
 
     Example:
         ```python
-        windows = rl.windows("plays/*.txt", model.tokenizer, context=2048)
-        scores = rl.collect(model, windows, out="runs/plays", tokens=1_000_000)
-        scores["entropy"].stderr()
+        windows = rl.windows(documents, model.tokenizer, context=8, fit="pack")
+        scores = rl.collect(model, windows, ("entropy",), tokens=1_000)  # out="runs/mine" to resume
+        scores["entropy"].mean(per="query")
         ```
     """
     _check(metrics, tokens, batch, checkpoint_every)
