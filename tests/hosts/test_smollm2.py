@@ -93,7 +93,7 @@ def test_every_host_gives_the_scores_of_the_plain_model(
 
 def test_a_host_that_is_not_there_is_named():
     load = inspect.unwrap(rl.load)  # or else the tests' type checks speak first
-    with pytest.raises(ValueError, match='expected host="bridge" or host="hooked", got \'eager\''):
+    with pytest.raises(ValueError, match='expected host="bridge", "hooked" or "transformers", got \'eager\''):
         load("smollm2-135m", host="eager")
     if "hooked" not in HOSTS:
         with pytest.raises(ValueError, match="transformer-lens 4 has no HookedTransformer"):

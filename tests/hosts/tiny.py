@@ -63,7 +63,13 @@ MORE_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         hf.GptOssForCausalLM,
         hf.GptOssConfig,
         SLIDING_THEN_FULL
-        | {"head_dim": 8, "rope_parameters": YARN, "num_local_experts": 2, "num_experts_per_tok": 1},
+        | {
+            "head_dim": 8,
+            "rope_parameters": YARN,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "experts_implementation": "eager",
+        },
     ),
     "gemma3": (
         hf.Gemma3ForCausalLM,
@@ -88,9 +94,11 @@ def plain(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, attent
     model_class, config_class, extra = (FAMILIES | MORE_FAMILIES)[family]
     model = model_class(config_class(**(SMALL | extra | {"attn_implementation": attention}))).eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 weight.normal_(std=0.25)
+            elif name.endswith("sinks"):
+                weight.normal_()
     return model.to(dtype)
 
 

@@ -90,6 +90,11 @@ class Host(ABC):
         ...
 
     @abstractmethod
+    def probe_turns(self, token: int, n: int) -> list[LayerView]:
+        """As `probe`, of one token at each position from 0 to n-1, so that only the rotation differs."""
+        ...
+
+    @abstractmethod
     def claim(self, layer: int, view: LayerView) -> LayerClaim:
         """Returns what the host says of the layer's scores."""
         ...

@@ -32,7 +32,7 @@ def certify(host: Host) -> Certificate:
         ValueError: Naming the first layer that is not what the host says, or that has no rotation
             anywhere to read.
     """
-    same = host.probe(_tokens(host, 1, 1).expand(1, PROBE).contiguous())
+    same = host.probe_turns(int(_tokens(host, 1, 1)), PROBE)
     claims = [host.claim(layer, view) for layer, view in enumerate(same)]
     length = max([PROBE, *(c.window + 8 for c in claims if c.window and c.window + 8 <= LONGEST_PROBE)])
     length = min(length, host.context or length)
@@ -91,7 +91,8 @@ def _certify_layer(
     if varied.scores is not None:
         what, rebuilt, shown = "scores", rebuilt[visible], varied.scores[visible]
     else:
-        assert varied.v is not None and varied.output is not None
+        assert varied.v is not None
+        assert varied.output is not None
         what, rebuilt, shown = "outputs", rebuild_output(rebuilt, varied.v, visible, claim), varied.output
     spread = float(shown.max()) - float(shown.min())
     error = float((rebuilt - shown).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)

@@ -36,7 +36,7 @@ class LayerView:
         visible: Which keys each query sees.
         scores: The model's own scores, where the host shows them.
         v, output: The values, and what the model's own attention made of them, where it does not.
-        tables: The (cos, sin) that the layer may have rotated with, for the first sequence.
+        tables: The (cos, sin) that the layer may have rotated with, a position a row.
         given: What the model handed to its attention function, by name, where there is one.
     """
 

@@ -75,6 +75,10 @@ class LensHost(Host):
             self.run(ids, None, logits=False)
         return [self._view(layer, seen) for layer in layers]
 
+    def probe_turns(self, token: int, n: int) -> list[LayerView]:
+        # Attention over equal values gives the same at each position.
+        return self.probe(torch.full((1, n), token, device=self.device))
+
     def _view(self, layer: int, seen: dict[str, Tensor]) -> LayerView:
         for name in self.points(layer):
             if name not in seen:

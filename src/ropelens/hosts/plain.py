@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,15 @@ class PlainHost(Host):
         return (implementation_of(self.owner), *(v for v in values if any(x is not None for x in v)))
 
     def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
+        return self._probe(ids)
+
+    def probe_turns(self, token: int, n: int) -> list[LayerView]:
+        # Each alone at its position: with a sink, what is attended to would depend on how much there is.
+        positions = torch.arange(n, device=self.device)[:, None]
+        views = self._probe(torch.full_like(positions, token), position_ids=positions)
+        return [replace(view, q=view.q.transpose(0, 1), k=view.k.transpose(0, 1)) for view in views]
+
+    def _probe(self, ids: Int64[Tensor, "batch pos"], **extra: Tensor) -> list[LayerView]:
         views: dict[int, LayerView] = {}
         tables: list[tuple[Tensor, Tensor]] = []
 
@@ -98,8 +108,8 @@ class PlainHost(Host):
             shown = _shown(call)
             if shown is None:
                 raise ValueError(
-                    f"layer {call.layer}: the attention implementation {implementation_of(self.owner)!r} makes "
-                    'no mask that can be checked: call model.set_attn_implementation("sdpa") first'
+                    f"layer {call.layer}: the attention implementation {call.implementation!r} makes no mask "
+                    'that can be checked: call model.set_attn_implementation("sdpa") first'
                 )
             views[call.layer] = LayerView(
                 q=call.q.transpose(1, 2),
@@ -114,7 +124,7 @@ class PlainHost(Host):
         owner = self.owner
         looks = tapped(owner, Tap(observe=look))
         with torch.no_grad(), bare(owner, self.model), _tables_into(tables, self.model), looks:
-            self.run(ids, None, logits=False)
+            self.model.base_model(ids, use_cache=False, **extra)
         for layer in range(self.n_layers):
             if layer not in views:
                 raise ValueError(
@@ -271,13 +281,13 @@ def _of_a_library(hook: Any) -> bool:
 
 @contextmanager
 def _tables_into(tables: list[tuple[Tensor, Tensor]], model: torch.nn.Module) -> Iterator[None]:
-    """Keeps the different (cos, sin) that the model's rotary modules make, of the first sequence."""
+    """Keeps the different (cos, sin) that the model's rotary modules make, a position a row."""
 
     def keep(module: torch.nn.Module, args: Any, made: Any) -> None:
         if isinstance(made, Tensor) and made.is_complex():
             made = made.real, made.imag
         if isinstance(made, tuple) and len(made) == 2 and made[0].ndim == 3:
-            cos, sin = made[0][0].detach(), made[1][0].detach()
+            cos, sin = (table.detach().flatten(0, 1) for table in made)
             if not any(c.shape == cos.shape and torch.equal(c.to(cos.device), cos) for c, _ in tables):
                 tables.append((cos, sin))
 
