@@ -46,7 +46,7 @@ class LayerView:
     scores: Float[Tensor, "batch head query key"] | None = None
     v: Float[Tensor, "batch pos kv_head d_value"] | None = None
     output: Float[Tensor, "batch pos head d_value"] | None = None
-    tables: tuple[tuple[Float[Tensor, "pos width"], Float[Tensor, "pos width"]], ...] = ()
+    tables: tuple[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]], ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
 
 

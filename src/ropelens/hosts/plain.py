@@ -93,7 +93,8 @@ class PlainHost(Host):
         # Each alone at its position: with a sink, what is attended to would depend on how much there is.
         positions = torch.arange(n, device=self.device)[:, None]
         views = self._probe(torch.full_like(positions, token), position_ids=positions)
-        return [replace(view, q=view.q.transpose(0, 1), k=view.k.transpose(0, 1)) for view in views]
+        itself = torch.eye(n, dtype=torch.bool, device=self.device)[None, None]
+        return [replace(view, visible=itself, **_as_one_sequence(view)) for view in views]
 
     def _probe(self, ids: Int64[Tensor, "batch pos"], **extra: Tensor) -> list[LayerView]:
         views: dict[int, LayerView] = {}
@@ -216,6 +217,11 @@ class MaskReader:
             sound = sound & ((mask == 0) | ~shown).all()  # what is added to scores of visible keys
         self._known = [*self._known[-3:], (mask, mask._version, window, real, sound)]
         return real, sound
+
+
+def _as_one_sequence(view: LayerView) -> dict[str, Tensor]:
+    shown = {name: getattr(view, name) for name in ("q", "k", "v", "output")}
+    return {name: tensor.transpose(0, 1) for name, tensor in shown.items()}
 
 
 def _shown(call: Call) -> Bool[Tensor, "batch heads query key"] | None:
