@@ -199,8 +199,8 @@ class MaskReader:
         mask, q = call.mask, call.q
         if mask is None:
             real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-            causal = _shown(call) is not None and (window is None or window >= q.shape[2])
-            return real, real.new_full((), causal)
+            whole = window is None or window >= q.shape[2]
+            return real, real.new_full((), whole and _is_causal(call))
         for known, version, its_window, real, sound in self._known:
             if known is mask and version == mask._version and its_window == window:
                 return real, sound
@@ -229,11 +229,17 @@ def _shown(call: Call) -> Bool[Tensor, "batch heads query key"] | None:
     if isinstance(call.mask, Tensor) and call.mask.ndim == 4:
         mask = call.mask[..., : call.k.shape[2]]
         return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    causal = call.options.get("is_causal")
-    causal = getattr(call.module, "is_causal", True) if causal is None else causal
-    if call.mask is None and call.implementation == "sdpa" and causal:
+    if call.mask is None and _is_causal(call):
         return visible_keys(call.k.shape[2], None, call.q.device)[None, None]
     return None
+
+
+def _is_causal(call: Call) -> bool:
+    """Whether the attention function makes a causal mask of its own where it is handed none."""
+    causal = call.options.get("is_causal")
+    return call.implementation == "sdpa" and bool(
+        getattr(call.module, "is_causal", True) if causal is None else causal
+    )
 
 
 def _scale(options: Mapping[str, Any], d_head: int) -> float:
