@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    return rl.load(folder / "model")
+    return rl.load(folder / "model", host="transformers")
 
 
 @pytest.fixture
