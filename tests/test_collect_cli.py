@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    return rl.load(folder / "model")
+    return rl.load(folder / "model", host="transformers")
 
 
 @pytest.fixture
@@ -104,11 +104,14 @@ def test_a_source_that_ends_early_is_a_warning_and_no_failure(run, tmp_path) -> 
 
 
 def test_an_interruption_says_how_to_go_on(run, tmp_path, monkeypatch) -> None:
-
     digest_of = runs.digest_of
-    monkeypatch.setattr(
-        runs, "digest_of", lambda w: (w.index == 3 and signal.raise_signal(2)) or digest_of(w)
-    )
+
+    def interrupted(window):
+        if window.index == 3:
+            signal.raise_signal(signal.SIGINT)
+        return digest_of(window)
+
+    monkeypatch.setattr(runs, "digest_of", interrupted)
     result = run("collect", "--out", tmp_path)
     assert result.exit_code == 130
     assert result.stderr.endswith(
@@ -177,7 +180,7 @@ def test_help_is_a_manual_page() -> None:
             "collect",
             ("OUT/run.json", "status 130", "torchrun --nproc-per-node 8", "--checkpoint-every SECONDS"),
         ),
-        ("merge", ("Add up the shards of a run.", "-o, --out", "shard that is missing")),
+        ("merge", ("Add up the shards of a run.", "-o, --out", "all N of them")),
     ):
         text = CliRunner().invoke(app, [command, "--help"]).stdout
         for part in parts:

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 import ropelens as rl
-from ropelens.hosts import host_of
+from ropelens.hosts import LensHost, host_of
 from ropelens.scores import BandScores
 from ropelens.streaming import checkpoints
 from ropelens.streaming.checkpoints import RunFolder
@@ -54,6 +54,7 @@ def same_bits(a: BandScores, b: BandScores) -> bool:
 def hooked(model, hook):
     """A hook of the user's on the queries of the last layer."""
     host = host_of(model)
+    assert isinstance(host, LensHost)
     with host.attached([("blocks.1.attn.hook_rot_q", hook)]):
         yield
 

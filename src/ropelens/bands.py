@@ -42,7 +42,7 @@ class Bands:
         """Returns the bands of `model`, with the frequencies measured from its own rotation.
 
         Args:
-            model: A HookedTransformer or a TransformerBridge.
+            model: A HookedTransformer, a TransformerBridge or a transformers model.
 
         Raises:
             ValueError: If the model has no rotary layer or its attention cannot be rebuilt.

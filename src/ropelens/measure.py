@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 import ropelens_kernels as kernels
-from ropelens.hooks import layer_hooks, observe
+from ropelens.hooks import observe
 from ropelens.hosts import host_of
 from ropelens.hosts.tokens import token_strings, tokens_of
 from ropelens.metrics import fisher
@@ -34,7 +34,7 @@ def band_entropy(
     gradients (Sundararajan et al. 2017).
 
     Args:
-        model: A HookedTransformer or a TransformerBridge.
+        model: A HookedTransformer, a TransformerBridge or a transformers model.
         text: Strings, or token ids.
         attention_mask: For token ids: nonzero where a token is real.
         tokenizer: For strings; `model.tokenizer` by default.
@@ -71,7 +71,7 @@ def band_activation(
     before any softcap. Source: docs/maths.md.
 
     Args:
-        model: A HookedTransformer or a TransformerBridge.
+        model: A HookedTransformer, a TransformerBridge or a transformers model.
         text: Strings, or token ids.
         attention_mask: For token ids: nonzero where a token is real.
         tokenizer: For strings; `model.tokenizer` by default.
@@ -113,7 +113,7 @@ def band_fisher(
     geometry; one backward pass a sample.
 
     Args:
-        model: A HookedTransformer or a TransformerBridge.
+        model: A HookedTransformer, a TransformerBridge or a transformers model.
         documents: Strings, or token ids with a document a row.
         n_samples: Label samples a document; at least 2 give a sampling error.
         seed: Of the labels; the same on every device.
@@ -156,7 +156,7 @@ def band_attribution(
     uniform attention to the attention paid. Source: docs/maths.md.
 
     Args:
-        model: A HookedTransformer or a TransformerBridge.
+        model: A HookedTransformer, a TransformerBridge or a transformers model.
         text: One text or one row of token ids.
         layer: Which layer.
         head: Which query head.
@@ -193,7 +193,7 @@ def band_attribution(
         kv_head = head // (q.shape[2] // k.shape[2])
         taken.append((q[:, : query + 1, [head]], k[:, : query + 1, [kv_head]]))
 
-    with torch.no_grad(), host.attached(layer_hooks(host, [layer], take)):
+    with torch.no_grad(), host.observing([layer], take):
         host.run(ids, None, logits=False)
     q, k = taken[-1]
     found = kernels.attribution(

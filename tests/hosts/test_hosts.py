@@ -275,7 +275,10 @@ def test_users_hooks_sleep_during_certification():
 
 
 def test_other_objects_are_refused():
-    with pytest.raises(ValueError, match="expected a HookedTransformer or a TransformerBridge, got Linear"):
+    with pytest.raises(
+        ValueError,
+        match="expected a HookedTransformer, a TransformerBridge or a transformers model, got Linear",
+    ):
         rl.Bands.of(torch.nn.Linear(2, 2))
 
 

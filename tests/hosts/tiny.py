@@ -48,17 +48,57 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "phi": (hf.PhiForCausalLM, hf.PhiConfig, {"num_key_value_heads": 6}),
     "glm": (hf.GlmForCausalLM, hf.GlmConfig, {"head_dim": 8, "partial_rotary_factor": 0.5}),
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+SLIDING_THEN_FULL = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+# Those that only the plain transformers host is held to so far.
+MORE_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gpt_oss": (
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
+        SLIDING_THEN_FULL
+        | {
+            "head_dim": 8,
+            "rope_parameters": YARN,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "experts_implementation": "eager",
+        },
+    ),
+    "gemma3": (
+        hf.Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
+        SLIDING_THEN_FULL | {"head_dim": 8, "query_pre_attn_scalar": 20},
+    ),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, {"head_dim": 8}),
+    "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {}),
+    "smollm3": (hf.SmolLM3ForCausalLM, hf.SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "gpt_neox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, {}),
+    "gptj": (
+        hf.GPTJForCausalLM,
+        hf.GPTJConfig,
+        {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 128, "rotary_dim": 4},
+    ),
+}
 
 
-def plain(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+def plain(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, attention: str = "eager") -> Any:
     """Returns the transformers model of a family."""
     torch.manual_seed(seed)
-    model_class, config_class, extra = FAMILIES[family]
-    model = model_class(config_class(**(SMALL | extra))).eval()
+    model_class, config_class, extra = (FAMILIES | MORE_FAMILIES)[family]
+    model = model_class(config_class(**(SMALL | extra | {"attn_implementation": attention}))).eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 weight.normal_(std=0.25)
+            elif name.endswith("sinks"):
+                weight.normal_()
     return model.to(dtype)
 
 

@@ -14,7 +14,7 @@ from ropelens.cli.sentence import one_sentence
 if TYPE_CHECKING:
     from ropelens.scores import BandScores
 
-AnyHost = Literal["bridge", "hooked"]
+AnyHost = Literal["transformers", "bridge", "hooked"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -46,7 +46,7 @@ def collect(
             "--bos/--no-bos", help="Whether documents begin with BOS; default: as the tokenizer does."
         ),
     ] = None,
-    host: Annotated[AnyHost, typer.Option(help="What runs the model.")] = "bridge",
+    host: Annotated[AnyHost, typer.Option(help="What runs the model.")] = "transformers",
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:1; default: a GPU, if any.")] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Default: float32 on a CPU, as published on a GPU.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from ropelens.hosts import Hook, Host
+    from ropelens.hosts import Hook, LensHost
     from ropelens.report import Repeat
     from ropelens.scores import BandScores
 
@@ -55,7 +55,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     import torch
 
     from ropelens.hooks import observe
-    from ropelens.hosts import host_of
+    from ropelens.hosts import LensHost, host_of
     from ropelens.hosts.load import load
     from ropelens.hosts.tokens import tokens_of
     from ropelens.measure import band_attribution
@@ -64,6 +64,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
 
     model = load(MODEL, host=host_name)
     seen_by = host_of(model)
+    assert isinstance(seen_by, LensHost)  # both that it offers are
     check_index("layer", layer, seen_by.n_layers)
     n_heads = seen_by.certificate.layers[0].n_heads
     check_index("head", head, n_heads)
@@ -97,7 +98,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     )
 
 
-def _attention_hooks(host: Host, query: int, key: int, into: Tensor) -> list[tuple[str, Hook]]:
+def _attention_hooks(host: LensHost, query: int, key: int, into: Tensor) -> list[tuple[str, Hook]]:
     """Hooks that write the attention from one query to one key, for every layer and head."""
 
     def hook_of(layer: int) -> Hook:

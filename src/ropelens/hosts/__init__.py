@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ropelens.hosts.base import Hook, Host
+from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.bridge import BridgeHost
 from ropelens.hosts.certify import certify, state_of
 from ropelens.hosts.hooked import HookedHost
 from ropelens.hosts.layer import Certificate, LayerSpec
+from ropelens.hosts.lens import Hook, LensHost
+from ropelens.hosts.plain import PlainHost
 
-__all__ = ["Certificate", "Hook", "Host", "LayerSpec", "host_of"]
+__all__ = ["Certificate", "Consumer", "Edit", "Hook", "Host", "LayerSpec", "LensHost", "host_of"]
 
 # A certificate lives as long as its model and holds no reference to it.
 _certificates: weakref.WeakKeyDictionary[Any, tuple[int, Certificate]] = weakref.WeakKeyDictionary()
@@ -24,22 +26,24 @@ def host_of(model: Any) -> Host:
     the certificate until weights or settings change.
 
     Args:
-        model: A HookedTransformer or a TransformerBridge.
+        model: A HookedTransformer, a TransformerBridge or a transformers model.
 
     Raises:
         ValueError: If the model is of another kind, or one of its layers cannot be rebuilt.
     """
-    # By name: transformer-lens 4 has no HookedTransformer to compare with, and importing it is slow.
+    # By name: transformer-lens 4 has no HookedTransformer to compare with, and importing them is slow.
     kinds = {base.__name__ for base in type(model).__mro__}
     host: Host
     if "HookedTransformer" in kinds:
         host = HookedHost(model)
     elif "TransformerBridge" in kinds:
         host = BridgeHost(model)
+    elif "PreTrainedModel" in kinds:
+        host = PlainHost(model)
     else:
         raise ValueError(
-            f"expected a HookedTransformer or a TransformerBridge, got {type(model).__name__}: load one "
-            "with ropelens.load, or wrap a transformers model with TransformerBridge.boot_transformers"
+            "expected a HookedTransformer, a TransformerBridge or a transformers model, got "
+            f"{type(model).__name__}: load one with ropelens.load"
         )
     state = state_of(host)
     known = _certificates.get(model)

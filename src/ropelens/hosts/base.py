@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,17 +12,25 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ropelens.bands import Bands
-from ropelens.hosts.layer import Certificate, LayerClaim, Rotation
+from ropelens.hosts.layer import Certificate, LayerClaim, LayerView, Rotation
 
-Hook = Callable[[Tensor, Any], Tensor | None]
-"""TransformerLens's hook contract: `(activation, hook_point)` to None, or to the new activation."""
+Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""Takes (layer, q, k, mask, sound) of one layer in one forward pass.
+
+`q [batch, pos, head, d_head]` and `k [batch, pos, kv_head, d_head]` are post-rotary and detached,
+`mask [batch, pos]` is True where a token is real, and `sound []` whether the model attends with
+just these queries and keys under the certified mask.
+"""
+
+Edit = Callable[[Tensor], Tensor]
+"""Takes post-rotary queries (or keys) `[batch, pos, head, d_head]` and returns those to attend with."""
 
 
 class Host(ABC):
-    """A TransformerLens model seen through the points that ropelens reads.
+    """A model seen through the points that ropelens reads and edits.
 
-    Subclasses say what differs between HookedTransformer and TransformerBridge: how to run the
-    model and what it claims about a layer. `certificate` is set once the claims have been checked.
+    Subclasses say how a library runs the model, what it claims about a layer, and how its queries
+    and keys are reached. `certificate` is set once the claims have been checked.
     """
 
     kind: str
@@ -34,7 +40,7 @@ class Host(ABC):
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    # What a subclass provides -------------------------------------------------------------------
+    # The model --------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -54,28 +60,74 @@ class Host(ABC):
     @abstractmethod
     def embedding(self) -> Float[Tensor, "token d_model"]: ...
 
+    @property
     @abstractmethod
-    def claim(self, layer: int) -> LayerClaim:
-        """Returns what the host says of the layer's scores."""
+    def module(self) -> torch.nn.Module:
+        """What holds the weights and buffers."""
         ...
-
-    @abstractmethod
-    def rotations(self, layer: int, d_head: int, seen: dict[str, Tensor]) -> list[Rotation]:
-        """Returns the rotations the layer may use, given what its hooks showed in a forward pass."""
-        ...
-
-    def rotary_points(self, layer: int) -> tuple[str, ...]:
-        """Names of hook points that show the layer's cos and sin, where there are any."""
-        return ()
 
     @abstractmethod
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
     ) -> Float[Tensor, "batch pos token"] | None:
-        """Runs the model; pads are where `mask` is False."""
+        """Runs the model; pads are where `mask` is False. Without `logits`, none are computed."""
         ...
 
-    # What all TransformerLens models share --------------------------------------------------------
+    # What is certified ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def settings(self) -> tuple[object, ...]:
+        """What the attention depends on besides the weights: a certificate holds while it stays."""
+        ...
+
+    @abstractmethod
+    def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
+        """Runs the bare model, the user's own hooks laid aside, and returns what each layer shows.
+
+        Raises:
+            ValueError: Naming the first layer that shows nothing.
+        """
+        ...
+
+    @abstractmethod
+    def probe_turns(self, token: int, n: int) -> list[LayerView]:
+        """As `probe`, of one token at each position from 0 to n-1, so that only the rotation differs."""
+        ...
+
+    @abstractmethod
+    def claim(self, layer: int, view: LayerView) -> LayerClaim:
+        """Returns what the host says of the layer's scores."""
+        ...
+
+    @abstractmethod
+    def rotations(self, layer: int, view: LayerView) -> list[Rotation]:
+        """Returns the rotations that the layer may use."""
+        ...
+
+    # What is observed and edited ----------------------------------------------------------------------
+
+    @abstractmethod
+    def observing(self, layers: Sequence[int], consume: Consumer) -> AbstractContextManager[None]:
+        """Calls `consume` once for each of the layers in every forward pass inside the block."""
+        ...
+
+    @abstractmethod
+    def editing(
+        self, queries: Mapping[int, Edit] | None = None, keys: Mapping[int, Edit] | None = None
+    ) -> AbstractContextManager[None]:
+        """Makes the given layers attend with edited queries and keys inside the block.
+
+        An edit must treat all positions alike: with a key-value cache some hosts show it new keys
+        only, others all keys again. Each key is edited once before it is attended to.
+        """
+        ...
+
+    @abstractmethod
+    def fast(self) -> AbstractContextManager[None]:
+        """Computes attention outputs the fastest exact way that the host has, inside the block."""
+        ...
+
+    # What follows from it -----------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -88,57 +140,3 @@ class Host(ABC):
     @property
     def fingerprint(self) -> dict[str, object]:
         return self.certificate.fingerprint
-
-    def points(self, layer: int) -> tuple[str, str, str]:
-        """Names of the hook points of the post-rotary queries, the keys and the masked scores."""
-        stem = f"blocks.{layer}.attn."
-        return stem + "hook_rot_q", stem + "hook_rot_k", stem + "hook_attn_scores"
-
-    def require_points(self, layer: int) -> None:
-        missing = [name for name in self.points(layer) if name not in self.model.hook_dict]
-        if missing:
-            raise ValueError(
-                f"layer {layer} has no hook point {missing[0]!r}: its attention is not one that "
-                f"{self.kind} takes apart, so its bands cannot be read"
-            )
-
-    @contextmanager
-    def attached(self, hooks: Sequence[tuple[str, Hook]]) -> Iterator[None]:
-        """Adds hooks for the duration; removes exactly these afterwards, also after an error.
-
-        Warns if they were gone by then, since what ran without them was not seen.
-        """
-        added = []
-        try:
-            for name, hook in hooks:
-                point = self.model.hook_dict[name]
-                point.add_hook(hook)
-                added.append((point, point.fwd_hooks[-1]))
-            yield
-        finally:
-            kept = [(point, handle) for point, handle in added if handle in point.fwd_hooks]
-            for point, handle in kept:
-                handle.hook.remove()
-                point.fwd_hooks.remove(handle)
-            if len(kept) < len(added):
-                warnings.warn(
-                    "ropelens's hooks were reset before their block ended: what ran after that was not seen",
-                    stacklevel=4,
-                )
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lays the user's own hooks aside for the duration, so that the bare model can be measured."""
-        saved = []
-        try:
-            for point in set(self.model.hook_dict.values()):
-                before = OrderedDict(point._forward_hooks)
-                saved.append((point, before))
-                for handle in point.fwd_hooks:
-                    if not handle.is_permanent:
-                        point._forward_hooks.pop(handle.hook.id, None)
-            yield
-        finally:
-            for point, before in saved:
-                point._forward_hooks.clear()
-                point._forward_hooks.update(before)

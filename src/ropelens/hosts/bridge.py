@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ropelens.bands import pair_dims
-from ropelens.hosts.base import Host
-from ropelens.hosts.layer import LayerClaim, Rotation
+from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
+from ropelens.hosts.lens import LensHost
+from ropelens.hosts.rotary import rotations_from
 
 
-class BridgeHost(Host):
+class BridgeHost(LensHost):
     """Reads a TransformerBridge from the transformers model inside it."""
 
     kind = "TransformerBridge"
@@ -43,7 +43,11 @@ class BridgeHost(Host):
     def embedding(self) -> Float[Tensor, "token d_model"]:
         return self.model.original_model.get_input_embeddings().weight
 
-    def claim(self, layer: int) -> LayerClaim:
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.model.original_model
+
+    def claimed(self, layer: int) -> LayerClaim:
         attn = getattr(self.model.blocks[layer], "attn", None)
         module = getattr(attn, "original_component", None)
         if module is None:
@@ -71,38 +75,9 @@ class BridgeHost(Host):
         stem = f"blocks.{layer}.attn."
         return tuple(n for n in (stem + "hook_cos", stem + "hook_sin") if n in self.model.hook_dict)
 
-    def rotations(self, layer: int, d_head: int, seen: dict[str, Tensor]) -> list[Rotation]:
-        stem = f"blocks.{layer}.attn."
-        if stem + "hook_cos" not in seen:
-            return []
-        cos, sin = seen[stem + "hook_cos"][0, 1].double(), seen[stem + "hook_sin"][0, 1].double()
-        angle, width = torch.atan2(sin, cos).cpu(), cos.shape[-1]
-        amplitude = float(torch.hypot(sin, cos).mean())
-        # How the table repeats each angle does not say how the dims are paired (GLM repeats by halves
-        # and pairs neighbours), so both pairings are offered, and both widths that a table without
-        # repeats may mean. Which of them the queries went through is measured.
-        ladders = []
-        if width % 2 == 0:
-            if torch.equal(angle[: width // 2], angle[width // 2 :]):
-                ladders.append(angle[: width // 2])
-            if torch.equal(angle[0::2], angle[1::2]) and width > 2:
-                ladders.append(angle[0::2])
-        if 2 * width <= d_head:
-            ladders.append(angle)
-        return [
-            Rotation(self._exact(ladder), pair_dims(2 * len(ladder), adjacent), amplitude)
-            for ladder in ladders
-            for adjacent in (False, True)
-        ]
-
-    def _exact(self, ladder: Float[Tensor, " band"]) -> Float[Tensor, " band"]:
-        """Returns the model's own frequency buffer where one agrees with the angles seen."""
-        for name, buffer in self.model.original_model.named_buffers():
-            if name.endswith("inv_freq") and buffer.shape == ladder.shape:
-                exact = buffer.detach().double().cpu()
-                if torch.allclose(exact, ladder, rtol=2e-6, atol=0):
-                    return exact
-        return ladder
+    def rotations(self, layer: int, view: LayerView) -> list[Rotation]:
+        d_head, module = view.q.shape[-1], self.module
+        return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, module)]
 
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True

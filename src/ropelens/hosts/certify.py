@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from einops import einsum, repeat
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ropelens.bands import Bands
 from ropelens.hosts.base import Host
-from ropelens.hosts.layer import Certificate, LayerClaim, LayerSpec, Rotation
+from ropelens.hosts.layer import Certificate, LayerClaim, LayerSpec, LayerView, Rotation
+from ropelens.hosts.masks import visible_keys
 
 PROBE = 24  # tokens a sequence: enough to tell any two layouts apart, cheap on any model
 LONGEST_PROBE = 160  # windows up to about this length are crossed by the probe itself
@@ -24,23 +25,20 @@ def certify(host: Host) -> Certificate:
 
     Two short forward passes. One repeats a single token: its queries are then the same at every
     position before the rotation, so the rotated ones show the rotation itself. The other is of random
-    tokens: its scores must be rebuilt from queries, keys, scale, head map, softcap and mask.
+    tokens: its scores must be rebuilt from queries, keys, scale, head map, softcap and mask; where a
+    host shows no scores, the attention's output must be, from the values and the sinks as well.
 
     Raises:
         ValueError: Naming the first layer that is not what the host says, or that has no rotation
             anywhere to read.
     """
-    for layer in range(host.n_layers):
-        host.require_points(layer)
-    claims = [host.claim(layer) for layer in range(host.n_layers)]
+    same = host.probe_turns(int(_tokens(host, 1, 1)), PROBE)
+    claims = [host.claim(layer, view) for layer, view in enumerate(same)]
     length = max([PROBE, *(c.window + 8 for c in claims if c.window and c.window + 8 <= LONGEST_PROBE)])
     length = min(length, host.context or length)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(host.vocab_size, (2, length), generator=generator)
-    with torch.no_grad(), host.alone():
-        same = _capture(host, tokens[:1, :1].expand(1, PROBE).contiguous())
-        varied = _capture(host, tokens)
-    specs = [_certify_layer(host, layer, claims[layer], same, varied) for layer in range(host.n_layers)]
+    varied = host.probe(_tokens(host, 2, length))
+    views = zip(claims, same, varied, strict=True)
+    specs = [_certify_layer(host, layer, *seen) for layer, seen in enumerate(views)]
     if all(len(spec.rotation.inv_freq) == 0 for spec in specs):
         raise ValueError(
             f"this {host.kind} has no rotary position embedding in any layer: "
@@ -60,55 +58,29 @@ def state_of(host: Host) -> int:
 
     A tensor's version misses edits through `.data` and under inference mode, hence the few values.
     """
-    tensors = [*_module(host).parameters(), *_module(host).buffers()]
+    tensors = [*host.module.parameters(), *host.module.buffers()]
     state: list[Any] = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
     with torch.no_grad():
         state += [float(t.flatten()[:: max(1, t.numel() // 16)].double().sum()) for t in tensors]
-    for layer in range(host.n_layers):
-        host.require_points(layer)
-        claim = host.claim(layer)
-        state.append((claim.scale, claim.softcap, claim.window))
-    return hash(tuple(state))
+    return hash((*state, host.settings()))
 
 
-def _module(host: Host) -> torch.nn.Module:
-    return getattr(host.model, "original_model", host.model)
-
-
-def _capture(host: Host, ids: Int64[Tensor, "batch pos"]) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
-
-    def keep(value: Tensor, hook: Any) -> None:
-        # First one wins: generation and shared layers may fire a point more than once.
-        seen.setdefault(hook.name, value.detach().clone())
-
-    names = [n for layer in range(host.n_layers) for n in (*host.points(layer), *host.rotary_points(layer))]
-    with host.attached([(name, keep) for name in names]):
-        host.run(ids.to(host.device), None, logits=False)
-    for layer in range(host.n_layers):
-        for name in host.points(layer):
-            if name not in seen:
-                raise ValueError(
-                    f"hook point {name!r} never fires in this model: {host.kind} lists it but runs the "
-                    f"attention of layer {layer} elsewhere, so its bands cannot be read"
-                )
-    return seen
+def _tokens(host: Host, batch: int, length: int) -> Int64[Tensor, "batch pos"]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(host.vocab_size, (batch, length), generator=generator).to(host.device)
 
 
 def _certify_layer(
-    host: Host, layer: int, claim: LayerClaim, same: dict[str, Tensor], varied: dict[str, Tensor]
+    host: Host, layer: int, claim: LayerClaim, same: LayerView, varied: LayerView
 ) -> LayerSpec:
-    q_name, k_name, score_name = host.points(layer)
-    q, k, scores = varied[q_name], varied[k_name], varied[score_name]
+    q, k, visible = varied.q, varied.k, varied.visible
     if q.ndim != 4 or k.ndim != 4 or q.shape[-1] != k.shape[-1] or q.shape[2] % k.shape[2]:
         raise ValueError(
             f"layer {layer}: queries {list(q.shape)} and keys {list(k.shape)} do not form "
             "[batch, pos, head, d_head] with a whole number of query heads per key head"
         )
-    d_head = q.shape[-1]
-    rotation = _find_rotation(layer, same[q_name], host.rotations(layer, d_head, same))
-    visible = scores > torch.finfo(scores.dtype).min / 2
-    expected = visible_keys(scores.shape[-1], claim.window, scores.device)
+    rotation = _find_rotation(layer, same.q, host.rotations(layer, same))
+    expected = visible_keys(visible.shape[-1], claim.window, visible.device)
     if not torch.equal(visible, expected.expand_as(visible)):
         raise ValueError(
             f"layer {layer}: the keys that its queries see are not the earlier ones"
@@ -116,20 +88,25 @@ def _certify_layer(
             + " that the host claims; such a mask is not supported"
         )
     rebuilt = rebuild_scores(q, k, claim)
-    shown = scores.to(rebuilt.dtype)[visible]
-    spread = float(shown.max() - shown.min())
-    error = float((rebuilt[visible] - shown).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
-    allowed = score_tolerance(scores.dtype)
+    if varied.scores is not None:
+        what, rebuilt, shown = "scores", rebuilt[visible], varied.scores[visible]
+    else:
+        assert varied.v is not None
+        assert varied.output is not None
+        what, rebuilt, shown = "outputs", rebuild_output(rebuilt, varied.v, visible, claim), varied.output
+    spread = float(shown.max()) - float(shown.min())
+    error = float((rebuilt - shown).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
+    allowed = score_tolerance(shown.dtype)
     if not error <= allowed:  # also refuses NaN
         raise ValueError(
-            f"layer {layer}: the scores rebuilt from queries and keys differ from the model's own by "
+            f"layer {layer}: the {what} rebuilt from queries and keys differ from the model's own by "
             f"{error:.1e} of their range (at most {allowed:.0e} is accepted): {host.kind} does not show "
             "the queries and keys that this model attends with"
         )
     return LayerSpec(
         n_heads=q.shape[2],
         n_kv_heads=k.shape[2],
-        d_head=d_head,
+        d_head=q.shape[-1],
         scale=claim.scale,
         softcap=claim.softcap,
         window=claim.window,
@@ -145,13 +122,6 @@ def score_tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype in (torch.float32, torch.float64) else 4 * torch.finfo(dtype).eps
 
 
-def visible_keys(n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [query, key]: the key is the query or before it, and within the window."""
-    distance = torch.arange(n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
-
-
 def rebuild_scores(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -161,6 +131,22 @@ def rebuild_scores(
     k = repeat(k, "batch key kv d -> batch key (kv group) d", group=q.shape[2] // k.shape[2])
     scores = claim.scale * einsum(q.double(), k.double(), "b query h d, b key h d -> b h query key")
     return scores if claim.softcap is None else claim.softcap * torch.tanh(scores / claim.softcap)
+
+
+def rebuild_output(
+    scores: Float[Tensor, "batch head query key"],
+    v: Float[Tensor, "batch key kv_head d_value"],
+    visible: Bool[Tensor, "batch heads query key"],
+    claim: LayerClaim,
+) -> Float[Tensor, "batch query head d_value"]:
+    """Returns what attention makes of the values, in float64, by the plain definition."""
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if claim.sinks is not None:
+        sink = claim.sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    pattern = scores.softmax(-1)[..., : v.shape[1]]
+    v = repeat(v.double(), "batch key kv d -> batch key (kv group) d", group=scores.shape[1] // v.shape[2])
+    return einsum(pattern, v, "b h query key, b key h d -> b query h d")
 
 
 def _find_rotation(
@@ -201,17 +187,14 @@ def _layout(rotation: Rotation) -> str:
     return "adjacent" if len(rotation.pairs) > 1 and bool(neighbours) else "half"
 
 
-def _fingerprint(host: Host, specs: Sequence[LayerSpec], varied: dict[str, Tensor]) -> dict[str, object]:
+def _fingerprint(host: Host, specs: Sequence[LayerSpec], varied: Sequence[LayerView]) -> dict[str, object]:
     # Rounded to bfloat16, so that a model loaded in another precision is still itself; the spread of
     # the scores tells apart models that share an embedding.
     weights = host.embedding.detach().flatten()
     sample = weights[:: max(1, weights.numel() // 4096)].to("cpu", torch.bfloat16)
     digest = hashlib.sha256(sample.view(torch.int16).numpy().tobytes()).hexdigest()
-    signature = []
-    for layer, spec in enumerate(specs):
-        q, k, _ = (varied[name] for name in host.points(layer))
-        raw = rebuild_scores(q, k, LayerClaim(spec.scale))
-        signature.append(float(raw.std()))
+    raw = (rebuild_scores(view.q, view.k, LayerClaim(s.scale)) for s, view in zip(specs, varied, strict=True))
+    signature = [float(scores.std()) for scores in raw]
     first = specs[0]
     shape = [len(specs), first.n_heads, first.n_kv_heads, first.d_head]
     return {"embedding": digest[:32], "signature": signature, "shape": shape}

@@ -7,11 +7,11 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ropelens.bands import pair_dims
-from ropelens.hosts.base import Host
-from ropelens.hosts.layer import LayerClaim, Rotation
+from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
+from ropelens.hosts.lens import LensHost
 
 
-class HookedHost(Host):
+class HookedHost(LensHost):
     """Reads a HookedTransformer from its cfg and from its own rotary buffers."""
 
     kind = "HookedTransformer"
@@ -32,7 +32,11 @@ class HookedHost(Host):
     def embedding(self) -> Float[Tensor, "token d_model"]:
         return self.model.embed.W_E
 
-    def claim(self, layer: int) -> LayerClaim:
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.model
+
+    def claimed(self, layer: int) -> LayerClaim:
         attn, cfg = self.model.blocks[layer].attn, self.model.cfg
         return LayerClaim(
             scale=1 / float(attn.attn_scale),
@@ -41,7 +45,7 @@ class HookedHost(Host):
             sinks=attn.sinks.detach() if cfg.use_attention_sinks else None,
         )
 
-    def rotations(self, layer: int, d_head: int, seen: dict[str, Tensor]) -> list[Rotation]:
+    def rotations(self, layer: int, view: LayerView) -> list[Rotation]:
         cfg, attn = self.model.cfg, self.model.blocks[layer].attn
         if cfg.positional_embedding_type != "rotary":
             return []

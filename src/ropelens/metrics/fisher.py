@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ropelens.hosts import Certificate, Host, LayerSpec
+from ropelens.hosts import Certificate, Edit, Host, LayerSpec
 from ropelens.hosts.tokens import Tokens
 from ropelens.metrics.accumulate import Reduction
 from ropelens.scores import BandScores, same_model
@@ -182,8 +182,8 @@ def gain_gradients(
         torch.ones(spec.n_heads, spec.d_head, dtype=torch.float64, device=host.device, requires_grad=True)
         for spec in host.certificate.layers
     ]
-    hooks = [(host.points(layer)[0], _gain_hook(gain)) for layer, gain in enumerate(gains)]
-    with torch.enable_grad(), _frozen(host.model), host.attached(hooks):
+    edits = {layer: _multiply_by(gain) for layer, gain in enumerate(gains)}
+    with torch.enable_grad(), _frozen(host.module), host.editing(queries=edits):
         logits = host.run(ids, None)
         assert logits is not None
         # Half precision is too coarse for logarithms; float64 stays what it is.
@@ -207,15 +207,15 @@ def sample_labels(log_probs: Float[Tensor, "pos token"], seed: tuple[int, ...]) 
     return torch.multinomial(log_probs.exp().cpu(), 1, generator=generator)[:, 0].to(log_probs.device)
 
 
-def _gain_hook(gain: Float[Tensor, "head d_head"]) -> Any:
-    def multiply(q: Tensor, hook: Any) -> Tensor:
+def _multiply_by(gain: Float[Tensor, "head d_head"]) -> Edit:
+    def multiply(q: Tensor) -> Tensor:
         return q * gain.to(q.device, q.dtype)
 
     return multiply
 
 
 @contextmanager
-def _frozen(model: Any) -> Iterator[None]:
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
     """Lets gradients flow to the gains alone: the weights' would cost as much again."""
     trained = [p for p in model.parameters() if p.requires_grad]
     try:

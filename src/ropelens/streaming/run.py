@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ropelens.data import Cursor, Window, Windows
-from ropelens.hooks import ACCUMULATORS, layer_hooks
+from ropelens.hooks import ACCUMULATORS
 from ropelens.hosts import Host, host_of
 from ropelens.metrics import BandAccumulator, FisherAccumulator
 from ropelens.scores import BandScores, saving
@@ -76,9 +76,9 @@ def collect(
 
     Example:
         ```python
-        windows = rl.windows("plays/*.txt", model.tokenizer, context=2048)
-        scores = rl.collect(model, windows, out="runs/plays", tokens=1_000_000)
-        scores["entropy"].stderr()
+        windows = rl.windows(documents, model.tokenizer, context=8, fit="pack")
+        scores = rl.collect(model, windows, ("entropy",), tokens=8)  # with out=, it can be resumed
+        scores["entropy"].mean(per="query")
         ```
     """
     _check(metrics, tokens, batch, checkpoint_every)
@@ -243,7 +243,7 @@ class _Run:
         )
         kept = (self.done, self._snapshot())
         try:
-            with bar, interruptible() as interruption:
+            with bar, self.host.fast(), interruptible() as interruption:
                 for windows in self._batches():
                     self._measure(windows)
                     now = time.monotonic()
@@ -336,8 +336,7 @@ class _Run:
                     acc.update(layer, q, k, mask, sound)
 
             if observed:
-                hooks = layer_hooks(host, range(host.n_layers), update)
-                with torch.no_grad(), host.attached(hooks):
+                with torch.no_grad(), host.observing(range(host.n_layers), update):
                     for ids, mask in padded([piece for *_, piece in pieces]):
                         host.run(
                             ids.to(host.device), None if mask is None else mask.to(host.device), logits=False

@@ -1,0 +1,48 @@
+"""From the cos and sin that a model makes to the rotations it may perform with them."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ropelens.bands import pair_dims
+from ropelens.hosts.layer import Rotation
+
+
+def rotations_from(
+    cos: Float[Tensor, "pos width"], sin: Float[Tensor, "pos width"], d_head: int, module: torch.nn.Module
+) -> list[Rotation]:
+    """Returns the rotations that a table of cos and sin may stand for.
+
+    How the table repeats each angle does not say how the dims are paired (GLM repeats by halves and
+    pairs neighbours), so both pairings are offered, and both widths that a table without repeats may
+    mean. Which of them the queries went through is measured.
+    """
+    cos, sin = cos[1].double(), sin[1].double()
+    angle, width = torch.atan2(sin, cos).cpu(), cos.shape[-1]
+    amplitude = float(torch.hypot(sin, cos).mean())
+    ladders = []
+    if width % 2 == 0:
+        if torch.equal(angle[: width // 2], angle[width // 2 :]):
+            ladders.append(angle[: width // 2])
+        if torch.equal(angle[0::2], angle[1::2]) and width > 2:
+            ladders.append(angle[0::2])
+    if 2 * width <= d_head:
+        ladders.append(angle)
+    return [
+        Rotation(_exact(ladder, module), pair_dims(2 * len(ladder), adjacent), amplitude)
+        for ladder in ladders
+        if 2 * len(ladder) <= d_head
+        for adjacent in (False, True)
+    ]
+
+
+def _exact(ladder: Float[Tensor, " band"], module: torch.nn.Module) -> Float[Tensor, " band"]:
+    """Returns the model's own frequency buffer where one agrees with the angles seen."""
+    for name, buffer in module.named_buffers():
+        if name.endswith("inv_freq") and buffer.shape == ladder.shape:
+            exact = buffer.detach().double().cpu()
+            if torch.allclose(exact, ladder, rtol=2e-6, atol=0):
+                return exact
+    return ladder
