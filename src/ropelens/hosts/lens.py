@@ -113,9 +113,17 @@ class LensHost(Host):
 
     def layer_hooks(self, layers: Sequence[int], consume: Consumer) -> list[tuple[str, Hook]]:
         """Returns the hooks that hand the queries, keys and mask of each layer to `consume`."""
-        return [hook for layer in layers for hook in self._hooks_of_layer(layer, consume)]
+        first: dict[str, Tensor] = {}  # the mask that the first of these layers shows
+        at_first = min(layers, default=0)
+        return [
+            hook
+            for layer in layers
+            for hook in self._hooks_of_layer(layer, consume, first, layer == at_first)
+        ]
 
-    def _hooks_of_layer(self, layer: int, consume: Consumer) -> list[tuple[str, Hook]]:
+    def _hooks_of_layer(
+        self, layer: int, consume: Consumer, first: dict[str, Tensor], is_first: bool
+    ) -> list[tuple[str, Hook]]:
         q_name, k_name, score_name = self.points(layer)
         seen: dict[str, Tensor] = {}
 
@@ -134,6 +142,10 @@ class LensHost(Host):
                         "positions: measure without a key-value cache (use_past_kv_cache=False)"
                     )
                 mask = read_mask(scores)
+                if is_first:
+                    first["mask"] = mask
+                elif first["mask"].shape == mask.shape:  # a row of pads may be NaN by now; pads it stays
+                    mask = mask & first["mask"].to(mask.device)
                 consume(layer, q, k, mask, is_sound(q, k, scores, mask, self.certificate.layers[layer]))
 
         return [(q_name, keep_q), (k_name, keep_k), (score_name, take)]
