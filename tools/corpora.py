@@ -94,9 +94,9 @@ def novels(folder: Path) -> Texts:
 
 def strings(serialised: bytes) -> list[str]:
     """The strings of an R character vector, as R serialises it (version 3, big-endian)."""
+    assert serialised[:2] == b"X\n", "expected R's binary format"
     at = 14 + 4 + int.from_bytes(serialised[14:18], "big")  # the header ends with an encoding's name
     kind, n = (int.from_bytes(serialised[at + i : at + i + 4], "big") for i in (0, 4))
-    assert serialised[:2] == b"X\n", "expected R's binary format"
     assert kind & 0xFF == 16, "expected a character vector"
     found, at = [], at + 8
     for _ in range(n):

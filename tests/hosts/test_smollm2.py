@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 import ropelens as rl
@@ -91,6 +93,23 @@ def test_every_host_gives_the_scores_of_the_plain_model(
     # Strings go through the model's own tokenizer, alike on every host.
     assert model.tokenizer.encode("The cat") == [504, 2644]
     assert rl.band_entropy(model, "The cat sat").n_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama", "sdpa")]
+)
+def test_a_transformers_model_is_loaded_on_sdpa_where_that_is_exact(
+    family: str, attention: str, tmp_path: Path
+):
+    from transformers import AutoTokenizer
+
+    tiny.plain(family, dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(smollm2_folder()).save_pretrained(tmp_path)
+    model = rl.load(tmp_path, host="transformers", device="cpu")
+    assert model.config._attn_implementation == attention
+    assert model.tokenizer.encode("The cat") == [504, 2644]
+    assert rl.Bands.of(model).n_bands == 4
+    assert not model.training
 
 
 def test_a_host_that_is_not_there_is_named():

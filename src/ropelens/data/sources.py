@@ -37,13 +37,13 @@ class Texts:
 
     n_shards = 1
 
-    def __init__(self, texts: list[str]):
+    def __init__(self, texts: list[Any]):
         if not texts:
             raise ValueError("expected at least one document, got an empty list")
         wrong = next((text for text in texts if not isinstance(text, str)), None)
         if wrong is not None:
             raise ValueError(f"expected a list of strings, got a {type(wrong).__name__} in it")
-        self.texts = texts
+        self.texts: list[str] = texts
         self.name = f"{len(texts):,} texts"
 
     def identity(self) -> dict[str, Any]:

@@ -19,6 +19,8 @@ def rotations_from(
     pairs neighbours), so both pairings are offered, and both widths that a table without repeats may
     mean. Which of them the queries went through is measured.
     """
+    # A table in half precision shows its angles to that precision only.
+    rtol = max(2e-6, torch.finfo(cos.dtype).eps)
     cos, sin = cos[1].double(), sin[1].double()
     angle, width = torch.atan2(sin, cos).cpu(), cos.shape[-1]
     amplitude = float(torch.hypot(sin, cos).mean())
@@ -31,18 +33,18 @@ def rotations_from(
     if 2 * width <= d_head:
         ladders.append(angle)
     return [
-        Rotation(_exact(ladder, module), pair_dims(2 * len(ladder), adjacent), amplitude)
+        Rotation(_exact(ladder, module, rtol), pair_dims(2 * len(ladder), adjacent), amplitude)
         for ladder in ladders
         if 2 * len(ladder) <= d_head
         for adjacent in (False, True)
     ]
 
 
-def _exact(ladder: Float[Tensor, " band"], module: torch.nn.Module) -> Float[Tensor, " band"]:
+def _exact(ladder: Float[Tensor, " band"], module: torch.nn.Module, rtol: float) -> Float[Tensor, " band"]:
     """Returns the model's own frequency buffer where one agrees with the angles seen."""
     for name, buffer in module.named_buffers():
         if name.endswith("inv_freq") and buffer.shape == ladder.shape:
             exact = buffer.detach().double().cpu()
-            if torch.allclose(exact, ladder, rtol=2e-6, atol=0):
+            if torch.allclose(exact, ladder, rtol=rtol, atol=0):
                 return exact
     return ladder

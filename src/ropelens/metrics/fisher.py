@@ -183,7 +183,7 @@ def gain_gradients(
         for spec in host.certificate.layers
     ]
     edits = {layer: _multiply_by(gain) for layer, gain in enumerate(gains)}
-    with torch.enable_grad(), _frozen(host.module), host.editing(queries=edits):
+    with torch.enable_grad(), _frozen(host.model), host.editing(queries=edits):
         logits = host.run(ids, None)
         assert logits is not None
         # Half precision is too coarse for logarithms; float64 stays what it is.
