@@ -334,9 +334,12 @@ def test_tokens_of_another_vocabulary_name_the_window(model, tmp_path) -> None:
     [
         (
             {"metrics": ("entropy", "magic")},
-            r"^expected metrics from entropy, activation, fisher, got \('entr",
+            r"^expected metrics from entropy, activation, norm_product, fisher, got \('entr",
         ),
-        ({"metrics": "entropy"}, r"^expected metrics from entropy, activation, fisher, got 'entropy'$"),
+        (
+            {"metrics": "entropy"},
+            r"^expected metrics from entropy, activation, norm_product, fisher, got 'entropy'$",
+        ),
         ({"tokens": 0}, r"^expected tokens to be at least 1, got 0$"),
         ({"batch": 0}, r"^expected batch to be at least 1, got 0$"),
         ({"checkpoint_every": -1}, r"^expected checkpoint_every to be a number of seconds, got -1$"),

@@ -382,8 +382,11 @@ def test_an_accumulator_needs_a_model(model: Any):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        (("entropy", "fisher"), r"^expected metrics from entropy, activation, got \['entropy', 'fisher'\]$"),
-        ((), r"^expected metrics from entropy, activation, got \[\]$"),
+        (
+            ("entropy", "fisher"),
+            r"^expected metrics from entropy, activation, norm_product, got \['entropy', 'fisher'\]$",
+        ),
+        ((), r"^expected metrics from entropy, activation, norm_product, got \[\]$"),
     ],
 )
 def test_unknown_metrics(model: Any, metrics: tuple[str, ...], message: str):

@@ -395,3 +395,31 @@ def test_attribution_refuses_lengths_that_do_not_fit_and_nan() -> None:
         attribution(tokens=("a",))
     with pytest.raises(ValueError, match=r"^the attribution of layer 1, head 0 is not finite$"):
         attribution(rest=torch.tensor([NAN, 0, 0]).double())
+
+
+def test_without_the_first_key_and_by_position(two_layers):
+    first = torch.tensor([[[-1.0, 2.0, 0.0]] * 2, [[1.0, 1.0, NAN]] * 2]).double()
+    parts = {
+        "first": first,
+        "first_rest": torch.ones(2, 2).double(),
+        "later_squares": (two_layers.values - first) ** 2,
+        "later_rest_squares": torch.ones(2, 2).double(),
+        "by_position": torch.stack([two_layers.values * 0.25, two_layers.values * 0.75]),
+        "span_queries": torch.tensor([1, 3]),
+    }
+    scores = dataclasses.replace(two_layers, **parts)
+    later = scores.without_first()
+    assert torch.equal(later.values.nan_to_num(7), (two_layers.values - first).nan_to_num(7))
+    assert later.values[0, 0].tolist() == [-3.0, 0.0, 0.0]
+    assert later.rest.tolist() == [[-1.0, -1.0], [-1.0, -1.0]]
+    assert later.settings["first_key"] == "left out"
+    assert scores.mean_by_position()[:, 0, 0, 0].tolist() == [-1.0, -1.0]
+    twice = scores.merge(scores)
+    assert torch.equal(twice.first.nan_to_num(7), (2 * first).nan_to_num(7))
+    assert twice.span_queries.tolist() == [2, 6]
+    with pytest.raises(ValueError, match="only one of them has first"):
+        scores.merge(two_layers)
+    with pytest.raises(ValueError, match="first key's part was not kept apart"):
+        two_layers.without_first()
+    with pytest.raises(ValueError, match="not kept apart by position"):
+        two_layers.mean_by_position()

@@ -1,6 +1,6 @@
-"""The maths of ropelens on plain tensors: band activation, band entropy and band attribution."""
+"""The maths of ropelens on plain tensors: band activation, entropy, attribution and norm product."""
 
-from ropelens_kernels.dispatch import activation, attribution, entropy
+from ropelens_kernels.dispatch import activation, attribution, entropy, norm_product
 from ropelens_kernels.results import ActivationResult, AttributionResult, EntropyResult
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "activation",
     "attribution",
     "entropy",
+    "norm_product",
 ]

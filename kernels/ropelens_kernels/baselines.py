@@ -36,3 +36,16 @@ def direct_entropy(
                 cov += (w * t) * (weighted @ keys - weighted.sum(-1, keepdim=True) * (a @ keys))
             out[head] -= (queries * cov).sum(0, dtype=torch.float64)
     return out
+
+
+def attribution_by_nodes(
+    q: Float[Tensor, " d_head"], k: Float[Tensor, "key d_head"], scale: float, nodes: int = 400
+) -> Float64[Tensor, "key d_head"]:
+    """`1 / (N d) + integral a_i(t) (x_i - E_a x) dt` by dim, for a query that sees all keys."""
+    products = scale * q.double() * k.double()
+    logits = products.sum(-1)
+    total = torch.full_like(products, 1 / products.numel())
+    for t, w in zip(*gauss(nodes), strict=True):
+        a = torch.softmax(t * logits, 0)[:, None]
+        total += w * a * (products - (a * products).sum(0))
+    return total

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -17,6 +18,7 @@ class Inputs:
     Attributes:
         rest: The dims that no band rotates.
         real: Which positions are tokens rather than pads.
+        all_real: Whether all of them are.
     """
 
     q: Float[Tensor, "batch head query d_head"]
@@ -25,6 +27,7 @@ class Inputs:
     rest: Int64[Tensor, " rest"]
     scale: float
     real: Bool[Tensor, "batch key"]
+    all_real: bool
     window: int | None
     softcap: float | None
     sinks: Float[Tensor, " head"] | None
@@ -53,14 +56,38 @@ class Inputs:
             before[:, self.window :] = seen[:, : -self.window]
         return (seen - before)[:, self.offset :] * self.counted
 
-    def visible(self, start: int, stop: int, first: int, last: int) -> Bool[Tensor, "batch query key"]:
-        """Which keys `first:last` each query `start:stop` sees: causal, in the window, both tokens."""
-        p = torch.arange(start, stop, device=self.q.device)[:, None] + self.offset
+    @property
+    def first_visible(self) -> Int64[Tensor, "batch query"]:
+        """The first key that each query sees; 0 for a pad, which sees none."""
+        keys = torch.arange(self.k.shape[2], device=self.q.device)
+        later = keys.masked_fill(~self.real, self.k.shape[2]).flip(1).cummin(1).values.flip(1)
+        start = keys[self.offset :]
+        start = torch.zeros_like(start) if self.window is None else (start - self.window + 1).clamp(min=0)
+        return later[:, start].masked_fill(~self.counted, 0)
+
+    def between(self, start: int, stop: int) -> Inputs:
+        """The same with the queries `start:stop` only, and the keys that they can see."""
+        last = stop + self.offset
+        return replace(self, q=self.q[:, :, start:stop], k=self.k[:, :, :last], real=self.real[:, :last])
+
+    def visible(self, row: int, start: int, stop: int, first: int, last: int) -> Bool[Tensor, "query key"]:
+        """Which keys `first:last` the queries `start:stop` of a row see: causal, in the window, tokens."""
+        queries = torch.arange(start, stop, device=self.q.device)
+        return self.visible_to(row, queries, first, last)
+
+    def visible_to(
+        self, row: int, queries: Int64[Tensor, " query"], first: int, last: int
+    ) -> Bool[Tensor, "query key"]:
+        """The same for any queries of a row."""
+        p = queries[:, None] + self.offset
         i = torch.arange(first, last, device=self.q.device)[None]
         seen = i <= p
         if self.window is not None:
-            seen = seen & (p - i < self.window)
-        return seen & self.real[:, None, first:last] & self.counted[:, start:stop, None]
+            seen &= p - i < self.window
+        if not self.all_real:
+            seen &= self.real[row, first:last]
+            seen &= self.real[row, queries + self.offset][:, None]
+        return seen
 
     def key_span(self, start: int, stop: int) -> tuple[int, int]:
         """The keys that any of the queries `start:stop` can see, as a half-open range."""
@@ -135,8 +162,9 @@ def prepare(
     if dtype is None:
         dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype) else torch.float32
     real = torch.ones(batch, n_key, dtype=torch.bool, device=q.device) if mask is None else mask.to(q.device)
+    all_real = mask is None or bool(mask.all())
     q, k = q.transpose(1, 2).to(dtype), k.transpose(1, 2).to(dtype)
-    if mask is not None:
+    if not all_real:
         q = q.masked_fill(~real[:, None, n_key - n_query :, None], 0)
         k = k.masked_fill(~real[:, None, :, None], 0)
     for name, tensor in (("q", q), ("k", k)):
@@ -155,6 +183,7 @@ def prepare(
         rest=free.nonzero().flatten().to(q.device),
         scale=float(scale),
         real=real,
+        all_real=all_real,
         window=window,
         softcap=softcap,
         sinks=None if sinks is None else sinks.detach().to(q.device, dtype),
@@ -190,3 +219,16 @@ def chosen(name: str, value: str, allowed: tuple[str, ...]) -> str:
             f"expected {name} to be one of {', '.join(allowed)}, got {value!r}: choose one of them"
         )
     return value
+
+
+def checked_edges(edges: tuple[int, ...] | None, n_query: int) -> tuple[int, ...] | None:
+    """Returns the edges if they cut the queries into spans that are not empty.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if edges is not None and any(b <= a for a, b in pairwise((0, *edges, n_query))):
+        raise ValueError(
+            f"expected ascending edges between 0 and {n_query}, got {list(edges)}: each span needs a query"
+        )
+    return edges

@@ -1,4 +1,4 @@
-"""The three public functions: check, choose a method and a backend, compute."""
+"""The public functions: check, choose a method and a backend, compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ropelens_kernels import methods as _activation
-from ropelens_kernels.checks import chosen, prepare
+from ropelens_kernels.checks import checked_edges, chosen, prepare
 from ropelens_kernels.reference import attribution as _attribution
 from ropelens_kernels.reference import entropy as _entropy
 from ropelens_kernels.results import ActivationResult, AttributionResult, EntropyResult
@@ -31,6 +31,8 @@ def activation(
     tol: float = 1e-3,
     method: str = "auto",
     backend: str = "auto",
+    split_first: bool = False,
+    edges: tuple[int, ...] | None = None,
 ) -> ActivationResult:
     """Band activation: `sum over visible pairs of |scale * q.k in the band's plane|`, in logit units.
 
@@ -48,6 +50,8 @@ def activation(
         tol: For "harmonic": the a-posteriori error, relative to `(2/pi) sum |q||k|`, to stay below.
         method: "pairwise" (the definition), "sorted", "harmonic" or "auto".
         backend: "torch", "fused" (Triton, CUDA tensors) or "auto".
+        split_first: Whether to return the part that is due to each query's first visible key too.
+        edges: Places between queries, ascending: sums apart for the spans between them too.
 
     Raises:
         ValueError: If an input is not as described, or the backend does not suit the device.
@@ -67,7 +71,57 @@ def activation(
                 'expected "pairwise" or "harmonic" for the fused activation, got \'sorted\': choose one'
             )
         fused = False
-    return _activation.activation(inputs, tol, method, fused)
+    return _activation.activation(inputs, tol, method, fused, split_first, checked_edges(edges, q.shape[1]))
+
+
+@torch.no_grad()
+def norm_product(
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key kv_head d_head"],
+    *,
+    pairs: Int[Tensor, "band 2"],
+    scale: float,
+    mask: Bool[Tensor, "batch key"] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
+    tol: float = 1e-3,
+    method: str = "auto",
+    split_first: bool = False,
+    edges: tuple[int, ...] | None = None,
+) -> ActivationResult:
+    """Norm product: `sum over visible pairs of |scale| |q_b| |k_b|`, in logit units.
+
+    The largest activation that a band could have with queries and keys of these norms; activation over
+    it says how well their angles agree. KV-cache compression ranks dims by the like. Exact, and linear
+    in the number of positions.
+
+    Args:
+        q: Post-rotary queries.
+        k: Post-rotary keys, unexpanded.
+        pairs: The two dims of each band; dims in no pair are taken together as `rest`.
+        scale: The factor that makes q.k a logit.
+        mask: True for real tokens; pads count neither as keys nor as queries. All by default.
+        window: Key i is visible to query p if `i <= p` and `p - i < window`. Causal by default.
+        softcap: Accepted for a uniform signature and ignored.
+        sinks: Accepted for a uniform signature and ignored.
+        tol: Accepted for a uniform signature and ignored: the result is exact.
+        method: "auto".
+        split_first: Whether to return the part that is due to each query's first visible key too.
+        edges: Places between queries, ascending: sums apart for the spans between them too.
+
+    Raises:
+        ValueError: If an input is not as described.
+
+    Example:
+        >>> import torch
+        >>> q = k = torch.eye(2).reshape(1, 2, 1, 2)
+        >>> norm_product(q, k, pairs=torch.tensor([[0, 1]]), scale=1.0).values.tolist()
+        [[[3.0]]]
+    """
+    chosen("method", method, ("auto",))
+    inputs = prepare(q, k, pairs=pairs, scale=scale, mask=mask, window=window, tol=tol)
+    return _activation.norm_product(inputs, split_first, checked_edges(edges, q.shape[1]))
 
 
 @torch.no_grad()
@@ -85,6 +139,7 @@ def entropy(
     method: str = "auto",
     backend: str = "auto",
     split_first: bool = False,
+    edges: tuple[int, ...] | None = None,
 ) -> EntropyResult:
     """Band entropy: the drop from log N to the attention's entropy, split among bands, in nats.
 
@@ -104,6 +159,7 @@ def entropy(
         method: "adaptive" or "auto".
         backend: "torch", "fused" (Triton, CUDA tensors) or "auto".
         split_first: Whether to return the part that is the entropy of "first visible key or not" too.
+        edges: Places between queries, ascending: sums apart for the spans between them too.
 
     Raises:
         ValueError: If an input is not as described, or the backend does not suit the device.
@@ -135,7 +191,8 @@ def entropy(
         tol=tol,
         dtype=torch.float64 if tol < SINGLE else None,
     )
-    return _entropy.entropy(inputs, tol, split_first, _first_rule() if fused else None)
+    first_rule = _first_rule() if fused else None
+    return _entropy.entropy(inputs, tol, split_first, first_rule, checked_edges(edges, q.shape[1]))
 
 
 @torch.no_grad()

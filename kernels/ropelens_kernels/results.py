@@ -10,20 +10,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ActivationResult:
-    """Band activation: sums over visible (query, key) pairs, in logit units.
+    """Band activation (or the norm product): sums over visible (query, key) pairs, in logit units.
 
     Attributes:
         values: `sum |scale * q.k in the band's plane|`, at least 0.
         rest: The same for the dims that no band rotates, taken together: `sum |scale * q_rest.k_rest|`.
+        by_position: `values` apart for the spans of queries between the edges, or None.
+        first_values: The part of `values` that is due to each query's first visible key, or None.
+        first_rest: The same part of `rest`.
         bound: `|values - exact| <= bound`, certified up to rounding; 0 for exact methods.
         estimate: A-posteriori estimate of `|values - exact|`; 0 for exact methods.
         n_queries: Counted queries.
         n_pairs: Visible pairs of a counted query and a key.
-        method: The method that ran ("pairwise", "sorted" or "harmonic"), with its backend if fused.
+        method: The method that ran (such as "harmonic"), with its backend if fused.
     """
 
     values: Float64[Tensor, "batch head band"]
     rest: Float64[Tensor, "batch head"]
+    by_position: Float64[Tensor, "batch span head band"] | None
+    first_values: Float64[Tensor, "batch head band"] | None
+    first_rest: Float64[Tensor, "batch head"] | None
     bound: Float64[Tensor, "batch head band"]
     estimate: Float64[Tensor, "batch head band"]
     n_queries: Int64[Tensor, " batch"]
@@ -38,6 +44,7 @@ class EntropyResult:
     Attributes:
         values: `sum over queries of E_b`; with `rest` they add up to `sum of H(attention) - log N`.
         rest: The same for the dims that no band rotates.
+        by_position: `values` apart for the spans of queries between the edges, or None.
         residual: Worst row's miss of that identity, in nats.
         residual_mean: Mean row's miss, in nats.
         estimate: Worst sampled row's distance between the band values of two quadrature rules,
@@ -52,6 +59,7 @@ class EntropyResult:
 
     values: Float64[Tensor, "batch head band"]
     rest: Float64[Tensor, "batch head"]
+    by_position: Float64[Tensor, "batch span head band"] | None
     residual: Float64[Tensor, "batch head"]
     residual_mean: Float64[Tensor, "batch head"]
     estimate: Float64[Tensor, "batch head"]

@@ -10,12 +10,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ropelens.hosts import Hook, LensHost, host_of
-from ropelens.metrics import ActivationAccumulator, BandAccumulator, EntropyAccumulator
+from ropelens.metrics import (
+    ActivationAccumulator,
+    BandAccumulator,
+    EntropyAccumulator,
+    NormProductAccumulator,
+)
 from ropelens.scores import BandScores
 
 ACCUMULATORS: dict[str, type[BandAccumulator]] = {
     "entropy": EntropyAccumulator,
     "activation": ActivationAccumulator,
+    "norm_product": NormProductAccumulator,
 }
 
 
@@ -113,7 +119,7 @@ def observe(
 
     Args:
         model: A HookedTransformer, a TransformerBridge or a transformers model.
-        metrics: Any of "entropy" and "activation".
+        metrics: Any of "entropy", "activation" and "norm_product".
         tol: Tolerance: nats a row for entropy, relative for activation.
         progress: Whether to show a bar that counts layers.
 

@@ -209,3 +209,42 @@ def test_fast_methods_hold_for_any_shape(key, fewer, kv, window, method, kind, s
     assert ((out.values - exact.values).abs() <= out.bound + size).all()
     assert torch.equal(q, before[0])
     assert torch.equal(k, before[1])
+
+
+@pytest.mark.parametrize("method", ["pairwise", "sorted", "harmonic"])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("edges", [(32, 64, 96), (1, 33), (128,)])
+def test_sums_by_position_are_those_of_the_queries_between_the_edges(method, window, edges):
+    q, k = sample(query=130, key=130, heads=4, kv=2)
+    out = run(q, k, method, HALF(6), window=window, edges=edges)
+    assert out.by_position.shape == (q.shape[0], len(edges) + 1, 4, 3)
+    torch.testing.assert_close(out.by_position.sum(1), out.values, rtol=1e-12, atol=1e-12)
+    for span, (a, b) in enumerate(zip((0, *edges), (*edges, 130), strict=True)):
+        alone = run(q[:, a:b], k[:, :b], "pairwise", HALF(6), window=window).values
+        size = run(q[:, a:b], k[:, :b], "harmonic", HALF(6), window=window)
+        room = size.bound if method == "harmonic" else 1e-9 * alone
+        assert ((out.by_position[:, span] - alone).abs() <= room + 1e-12).all()
+
+
+@pytest.mark.parametrize(("window", "pads"), [(None, 0), (None, 3), (7, 0), (7, 3)])
+def test_the_first_keys_part_is_what_remains_without_the_other_keys(window, pads):
+    q, k = sample(query=20, key=20, heads=4, kv=2)
+    mask = torch.ones(q.shape[0], 20, dtype=torch.bool)
+    mask[0, :pads] = False
+    out = run(q, k, "pairwise", HALF(6), window=window, mask=mask, split_first=True)
+    expected = torch.zeros_like(out.values)
+    for row in range(q.shape[0]):
+        start = pads if row == 0 else 0
+        for p in range(start, 20):
+            i = start if window is None else max(start, p - window + 1)
+            for head in range(4):
+                x = 0.3 * q[row, p, head].double() * k[row, i, head // 2].double()
+                expected[row, head] += x[HALF(6)].sum(-1).abs()
+    torch.testing.assert_close(out.first_values, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("edges", [(0,), (5, 5), (9, 3), (20,)])
+def test_edges_that_leave_a_span_without_queries_are_refused(edges):
+    q, k = sample(query=20, key=20)
+    with pytest.raises(ValueError, match="expected ascending edges between 0 and 20"):
+        run(q, k, "pairwise", HALF(6), edges=edges)

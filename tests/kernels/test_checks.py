@@ -72,6 +72,7 @@ def test_exports_are_pinned():
         "activation",
         "attribution",
         "entropy",
+        "norm_product",
     ]
 
 

@@ -159,3 +159,27 @@ def test_constant_scores_have_no_entropy_drop(value):
     q = torch.full((1, 10, 1, 4), value, dtype=torch.float64)
     out = entropy(q, q, pairs=HALF(4), scale=1.0, tol=1e-9)
     assert out.values.abs().max() <= 1e-12 * max(value, 1.0) ** 2 * 10
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("pads", [0, 3])
+def test_the_first_rule_splits_the_first_key_off_as_the_finest_does(name, pads):
+    q, k = sample(query=60, key=60, heads=4, kv=2)
+    mask = torch.ones(q.shape[0], 60, dtype=torch.bool)
+    mask[0, :pads] = False
+    case = {"pairs": HALF(8), "scale": 0.4, "mask": mask, "split_first": True, **CASES[name]}
+    fast, fine = (entropy(q.double(), k.double(), tol=tol, **case) for tol in (1e-4, 1e-10))
+    assert int(fast.n_refined.sum()) == 0  # else the first rule would not be tested
+    size = fine.first_values.abs().amax(-1, keepdim=True)
+    assert ((fast.first_values - fine.first_values).abs() <= 1e-4 * size).all()
+    assert ((fast.values - fine.values).abs() <= 1e-4 * fine.values.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sums_by_position_are_those_of_the_queries_between_the_edges(name):
+    q, k = sample(query=40, key=43, heads=4, kv=2)
+    case = {"pairs": HALF(8), "scale": 0.4, "tol": 1e-9, **CASES[name]}
+    out = entropy(q, k, edges=(8, 9, 30), **case)
+    for span, (a, b) in enumerate([(0, 8), (8, 9), (9, 30), (30, 40)]):
+        alone = entropy(q[:, a:b], k[:, : b + 3], **case).values
+        torch.testing.assert_close(out.by_position[:, span], alone, rtol=1e-9, atol=1e-9)

@@ -15,7 +15,8 @@ from ropelens_kernels.results import AttributionResult
 def attribution(inputs: Inputs, queries: Int64[Tensor, " query"], tol: float) -> AttributionResult:
     """Returns `c[i, b]` of the asked queries, each with as many nodes as its residual needs."""
     batch, heads, n_key = inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[2]
-    visible = torch.stack([inputs.visible(p, p + 1, 0, n_key)[:, 0] for p in queries.tolist()], 1)
+    at = queries.to(inputs.q.device)
+    visible = torch.stack([inputs.visible_to(row, at, 0, n_key) for row in range(batch)])
     shape = (batch, len(queries), heads)
     values = inputs.q.new_zeros(*shape, n_key, len(inputs.pairs))
     rest = inputs.q.new_zeros(*shape, n_key)

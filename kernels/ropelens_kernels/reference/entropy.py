@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ropelens_kernels.checks import Inputs
-from ropelens_kernels.reference.entropy_sums import Rows, Sums
+from ropelens_kernels.reference.entropy_sums import Rows, sums
 from ropelens_kernels.reference.path import HIDDEN, point
 from ropelens_kernels.reference.quadrature import Rule, ladder, powers, uniform
 from ropelens_kernels.results import EntropyResult
 
 FirstRule = Callable[..., tuple[Tensor, Tensor]]  # -> drop [batch, head, query, d_head], residual
-FIRST, SECOND = (
-    uniform(5, 2),
-    uniform(10, 2),
-)  # the first rule with a softcap; what first rules are compared with
+FIRST = uniform(5, 2)  # the first rule with a softcap
+SECOND = uniform(10, 2)  # what first rules are compared with
 SAMPLE = 512  # one query in so many, from the last one on, is done by two rules, for the estimate
-BLOCK = 2**17  # elements of a block's [row, key] arrays, so that a core's cache holds them
+BLOCK = 2**19  # elements of a block's [row, key] arrays, so that the caches hold them
 
 
 def weights(
@@ -89,52 +88,86 @@ def rows(
     return Rows(bands, None if first is None else q * (first @ k), (bands.sum(-1) - drop).abs())
 
 
+class PowerRule:
+    """The rule of `powers()` as tensors, and memory for a block's powers, used again by every block."""
+
+    def __init__(self, nodes: Tensor, weights: Tensor) -> None:
+        self.nodes, self.weights, self._room = nodes, weights, nodes.new_empty(0)
+
+    @classmethod
+    def like(cls, q: Tensor) -> PowerRule:
+        rule = powers()
+        return cls(q.new_tensor((0, *rule.nodes)) / rule.whole, q.new_tensor(rule.weights))
+
+    def of(self, logits: Float[Tensor, "row key"]) -> Float[Tensor, "node row key"]:
+        """Returns `exp(t * logits)` for every node t > 0; what was returned before is overwritten."""
+        rule = powers()
+        need = rule.n_places * logits.numel()
+        if len(self._room) < need:
+            self._room = logits.new_empty(max(need, rule.n_places * BLOCK))
+        power = self._room[:need].view(rule.n_places, *logits.shape)
+        each = power.unbind(0)
+        torch.mul(logits, 1 / rule.whole, out=each[0]).exp_()
+        for place, a, b in rule.chain:
+            torch.mul(each[a], each[b], out=each[place])
+        return power[rule.n_helpers :]
+
+
 def first_rows(
     q: Float[Tensor, "row d_head"],
     k: Float[Tensor, "key d_head"],
     seen: Tensor,
-    n: Tensor,
+    n: Float[Tensor, "row 1"],
     sink: Float[Tensor, "row 1"] | None,
+    first_key: Tensor | None,
+    rule: PowerRule,
 ) -> Rows:
     """The same as `rows` without a softcap, with one exponential a logit: all nodes are its powers.
 
-    `seen` may hold the last keys only, where all see the others. With the logits l shifted by their
-    maximum and the nodes t of `powers()`, each `exp(t l)` is the product of two others, t = 0 is known,
-    and t = 1 is the attention itself.
+    With the logits l shifted by their maximum and the nodes t of `powers()`, each `exp(t l)` is the
+    product of two others, t = 0 is known, and t = 1 is the attention itself.
+
+    Args:
+        seen: [query, key], the same for every head of rows laid out [head, query]; may hold the last
+            keys only, where all rows see the others.
+        n: How many keys each row sees.
+        first_key: The first visible key of each row [row, 1], to split its part off.
     """
     logits = q @ k.T
-    logits[:, -seen.shape[1] :].masked_fill_(~seen, HIDDEN)
+    shape, last, hidden = (-1, *seen.shape[:1]), slice(len(k) - seen.shape[1], None), ~seen
+    logits.unflatten(0, shape)[..., last].masked_fill_(hidden, HIDDEN)
     top = logits.amax(-1, keepdim=True)
     logits -= top
-    steps, chain, weight = powers()
-    power = logits.new_empty(len(q), len(steps), len(k))
-    torch.mul(logits, 1 / steps[-1], out=power[:, 0]).exp_()
-    for at, (a, b) in enumerate(chain, 1):
-        torch.mul(power[:, a], power[:, b], out=power[:, at])
-    dt = logits.new_tensor(weight)
-    t = logits.new_tensor(steps) / steps[-1]
-    start = n.clamp(min=1).to(q.dtype)
-    z = torch.cat([start, power.sum(-1)], 1)  # t = 0 first, where each key seen weighs 1
-    mean = torch.linalg.vecdot(power[:, -1], logits)[:, None]
-    sunk = (
-        z.new_zeros(()) if sink is None else torch.sigmoid(sink - torch.cat([0 * top, t * top], 1) - z.log())
-    )
+    power = rule.of(logits)
+    by_row, dt, t = power.transpose(0, 1), rule.weights, rule.nodes
+    start = n.clamp(min=1)
+    z = torch.cat([start, power.sum(-1).T], 1)  # t = 0 first, where each key seen weighs 1
+    mean = torch.linalg.vecdot(power[-1], logits)[:, None]
+    sunk = z.new_zeros(()) if sink is None else torch.sigmoid(sink - t * top - z.log())
     a = (1 - sunk) / z
     w = dt * a if sink is None else dt * a * (1 + sink * sunk)
     w[:, -1:] -= a[:, -1:]
-    total = torch.baddbmm(w[:, :1, None], w[:, None, 1:], power)[:, 0]
-    total[:, -seen.shape[1] :].masked_fill_(~seen, 0)
+    weights, odds = w[:, None], None
+    if first_key is not None:
+        at_first = by_row.gather(2, first_key[:, None].expand(-1, len(power), 1))[..., 0]
+        alike = torch.cat([torch.ones_like(top), at_first], 1) * a  # the first key's attention
+        odds = dt * alike * (torch.log((1 - alike).clamp(min=1e-30)) - torch.log(alike.clamp(min=1e-30)))
+        weights = torch.stack([w, -odds * a], 1)
+    total = torch.baddbmm(weights[:, :, :1], weights[:, :, 1:], by_row)
+    total.unflatten(0, shape)[..., last].masked_fill_(hidden[:, None], 0)
     log_z, start = z[:, -1:].log(), start.log()
     if sink is None:
+        total *= (n > 1)[..., None]
         drop = torch.where(n > 1, log_z - mean / z[:, -1:] - start, 0)
-        total *= n > 1
     else:
         sunk = sunk[:, -1:]
         start = torch.logaddexp(start, sink)
         drop = log_z - torch.log1p(-sunk) - mean * a[:, -1:] - sunk * (sink - top)
         drop = drop - (start - sink * (sink - start).exp())
-    bands = q * (total @ k)
-    return Rows(bands, None, (bands.sum(-1) - drop[:, 0]).abs())
+    bands, first = q * (total[:, 0] @ k), None
+    if first_key is not None and odds is not None:
+        first = q * (total[:, 1] @ k + (odds.sum(1, keepdim=True) * (n > 1)) * k[first_key[:, 0]])
+    return Rows(bands, first, (bands.sum(-1) - drop[:, 0]).abs())
 
 
 def refined(
@@ -143,7 +176,6 @@ def refined(
     seen: Tensor,
     inputs: Inputs,
     sink: Float[Tensor, "row 1"] | None,
-    split_first: bool,
     tol: float,
     found: Rows,
 ) -> Rows:
@@ -153,7 +185,7 @@ def refined(
     can hold by cancellation.
 
     Args:
-        found: What the first rule found, in float64; overwritten.
+        found: What the first rule found; overwritten.
     """
     q, k = q.double(), k.double()
     sink = None if sink is None else sink.double()
@@ -163,7 +195,7 @@ def refined(
     todo = torch.arange(len(q), device=q.device)
     for rule in ladder(spread):
         part = None if sink is None else sink[todo]
-        new = rows(q[todo], k, seen[todo], rule, inputs, part, split_first)
+        new = rows(q[todo], k, seen[todo], rule, inputs, part, found.first is not None)
         done = (new.residual <= tol) & ((new.drop - found.drop[todo]).norm(dim=-1) <= 10 * tol)
         pick = done | (new.residual < found.residual[todo])
         found.drop[todo[pick]] = new.drop[pick]
@@ -177,79 +209,116 @@ def refined(
 
 
 def entropy(
-    inputs: Inputs, tol: float, split_first: bool, first_rule: FirstRule | None = None
+    inputs: Inputs,
+    tol: float,
+    split_first: bool,
+    first_rule: FirstRule | None = None,
+    edges: tuple[int, ...] | None = None,
 ) -> EntropyResult:
     """Returns the band entropy: a first rule for all rows, the ladder for those that it misses.
 
     Args:
         first_rule: A kernel that does the first rule of all rows at once.
+        edges: Where along the queries a new sum by position begins.
     """
-    done: tuple[Tensor, Tensor] | None = None
     if first_rule is not None:
         args = (inputs.q, inputs.k, inputs.real, inputs.n_visible, inputs.scale, inputs.window, inputs.sinks)
-        done = first_rule(*args)
-    batch, heads, queries, _ = inputs.q.shape
-    sums = Sums(inputs, split_first)
-    for row in range(batch):
-        for head in range(0, heads, inputs.group):
-            start = 0
-            while start < queries:
-                seen = min(start + inputs.offset, inputs.window or inputs.k.shape[2])
-                area = BLOCK // inputs.group  # step * (seen + step) elements a head
-                step = max(4, int((math.sqrt(seen * seen + 4 * area) - seen) / 2))
-                stop = min(start + step, queries)
-                _block(inputs, sums, tol, row, head, start, stop, done)
-                start = stop
-    return sums.result("adaptive" if first_rule is None else "adaptive, fused")
-
-
-def _block(
-    inputs: Inputs,
-    sums: Sums,
-    tol: float,
-    row: int,
-    head: int,
-    start: int,
-    stop: int,
-    done: tuple[Tensor, Tensor] | None,
-) -> None:
-    """Adds the queries `start:stop` of the heads that share a key head, `head` being the first."""
-    first, last = inputs.key_span(start, stop)
-    heads = slice(head, head + inputs.group)
-    counted = inputs.counted[row, start:stop].repeat(inputs.group)
-    q = (inputs.q[row, heads, start:stop] * inputs.scale).flatten(0, 1)
-    k = inputs.k[row, head // inputs.group, first:last]
-    sink = None if inputs.sinks is None else inputs.sinks[heads].repeat_interleave(stop - start)[:, None]
-    causal = inputs.window is None and bool(inputs.real[row, :last].all())
-    edge = start + inputs.offset if causal else first  # keys before it are seen by every query of the block
-    seen = inputs.visible(start, stop, edge, last)[row].repeat(inputs.group, 1)
-    if done is not None:
-        drop, residual = (x[row, heads, start:stop].flatten(0, 1) for x in done)
+        drop, residual = first_rule(*args)
         found = Rows(drop, None, residual)
-    elif inputs.softcap is None and sums.first is None:
-        n = inputs.n_visible[row, start:stop].repeat(inputs.group)[:, None]
-        found = first_rows(q, k, seen, n, sink)
     else:
-        found = rows(q, k, _whole(seen, k), FIRST, inputs, sink, sums.first is not None)
-    missed = counted & ~(found.residual <= tol)
-    pick = missed.nonzero().flatten()
-    if len(pick):
-        part = None if sink is None else sink[pick]
-        first_part = None if found.first is None else found.first[pick].double()
-        old = Rows(found.drop[pick].double(), first_part, found.residual[pick].double())
-        new = refined(q[pick], k, _whole(seen[pick], k), inputs, part, sums.first is not None, tol, old)
-        found.drop[pick], found.residual[pick] = new.drop.to(q.dtype), new.residual.to(q.dtype)
-        if found.first is not None and new.first is not None:
-            found.first[pick] = new.first.to(q.dtype)
-    sampled = (inputs.q.shape[2] - 1 - torch.arange(start, stop, device=q.device)) % SAMPLE == 0
-    pick = (counted & ~missed & sampled.repeat(inputs.group)).nonzero().flatten()
-    if len(pick):
-        part = None if sink is None else sink[pick]
-        other = rows(q[pick], k, _whole(seen[pick], k), SECOND, inputs, part, False)
-        sums.compare(row, head, pick // (stop - start), found.drop[pick], other.drop)
-    sums.add(row, head, found, counted, missed)
+        found = first_pass(inputs, split_first)
+    missed = inputs.counted[:, None] & ~(found.residual <= tol)
+    for row, head, queries in _picked(missed):
+        q, k, seen, sink = _taken(inputs, row, head, queries)
+        new = refined(q, k, seen, inputs, sink, tol, found.at(row, head, queries))
+        found.put(row, head, queries, new)
+    return sums(
+        inputs,
+        found,
+        missed,
+        estimate=_estimate(inputs, found, missed),
+        edges=edges,
+        method="adaptive" if first_rule is None else "adaptive, fused",
+    )
 
 
-def _whole(seen: Tensor, k: Tensor) -> Tensor:
-    """Adds the keys that every row sees in front."""
-    return torch.nn.functional.pad(seen, (len(k) - seen.shape[1], 0), value=True)
+def first_pass(inputs: Inputs, split_first: bool) -> Rows:
+    """Returns every row by the first rule, [batch, head, query], in blocks of queries that share keys."""
+    batch, heads, queries, _ = inputs.q.shape
+    found = Rows(
+        torch.empty_like(inputs.q),
+        torch.empty_like(inputs.q) if split_first else None,
+        inputs.q.new_empty(batch, heads, queries),
+    )
+    group, n_visible = inputs.group, inputs.n_visible.to(inputs.q.dtype)
+    rule = PowerRule.like(inputs.q) if inputs.softcap is None else None
+    whole = inputs.window is None and inputs.all_real
+    for row, first_head in itertools.product(range(batch), range(0, heads, group)):
+        part, k = slice(first_head, first_head + group), inputs.k[row, first_head // group]
+        for start, stop in _blocks(inputs):
+            first, last = inputs.key_span(start, stop)
+            # where all tokens are real, the keys before the block's are seen by every query of the block
+            edge = start + inputs.offset if whole else first
+            seen = inputs.visible(row, start, stop, edge, last)
+            here = (row, part, slice(start, stop))
+            q = (inputs.q[here] * inputs.scale).flatten(0, 1)
+            sink = (
+                None if inputs.sinks is None else inputs.sinks[part].repeat_interleave(stop - start)[:, None]
+            )
+            if rule is None:
+                seen = torch.nn.functional.pad(seen, (edge - first, 0), value=True).repeat(group, 1)
+                block = rows(q, k[first:last], seen, FIRST, inputs, sink, split_first)
+            else:
+                n = n_visible[row, start:stop].repeat(group)[:, None]
+                front = None
+                if split_first:
+                    front = seen.byte().argmax(-1, keepdim=True) * (not whole)
+                    front = front.repeat(group, 1)
+                block = first_rows(q, k[first:last], seen, n, sink, front, rule)
+            found.drop[here] = block.drop.unflatten(0, (group, -1))
+            found.residual[here] = block.residual.unflatten(0, (group, -1))
+            if found.first is not None and block.first is not None:
+                found.first[here] = block.first.unflatten(0, (group, -1))
+    return found
+
+
+def _blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:
+    """Yields spans of queries whose [row, key] arrays hold about BLOCK elements."""
+    start, queries, area = 0, inputs.q.shape[2], BLOCK // inputs.group
+    while start < queries:
+        seen = min(start + inputs.offset, inputs.window or inputs.k.shape[2])
+        step = max(4, int((math.sqrt(seen * seen + 4 * area) - seen) / 2))  # step * (seen + step) = area
+        yield start, min(start + step, queries)
+        start += step
+
+
+def _estimate(inputs: Inputs, found: Rows, missed: Bool[Tensor, "batch head query"]) -> Tensor:
+    """Returns, by head, the worst sampled row's distance of the first rule from a finer one."""
+    worst = inputs.q.new_zeros(inputs.q.shape[:2], dtype=torch.float64)
+    sampled = (inputs.q.shape[2] - 1 - torch.arange(inputs.q.shape[2], device=missed.device)) % SAMPLE == 0
+    for row, head, queries in _picked(inputs.counted[:, None] & ~missed & sampled):
+        q, k, seen, sink = _taken(inputs, row, head, queries)
+        finer = rows(q, k, seen, SECOND, inputs, sink, False).drop
+        a, b = (inputs.split(x.double()) for x in (found.at(row, head, queries).drop, finer))
+        a, b = (torch.cat([bands, rest[:, None]], 1) for bands, rest in (a, b))
+        distance = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-12)
+        worst[row, head] = worst[row, head].maximum(distance.max())
+    return worst
+
+
+def _picked(chosen: Bool[Tensor, "batch head query"]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yields (row, head, queries) that hold what is chosen, a few queries at a time."""
+    for row, head in chosen.any(-1).nonzero().tolist():
+        for queries in chosen[row, head].nonzero().flatten().split(max(1, BLOCK // chosen.shape[2])):
+            yield row, head, queries
+
+
+def _taken(
+    inputs: Inputs, row: int, head: int, queries: Int64[Tensor, " query"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns some queries of a head (with the scale), the keys, which of them each sees, and its sink."""
+    last = int(queries[-1]) + inputs.offset + 1
+    q = inputs.q[row, head, queries] * inputs.scale
+    k = inputs.k[row, head // inputs.group, :last]
+    sink = None if inputs.sinks is None else inputs.sinks[head].expand(len(queries), 1)
+    return q, k, inputs.visible_to(row, queries, 0, last), sink

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from ropelens_kernels.checks import Inputs
@@ -26,55 +27,54 @@ class Rows:
     first: Float[Tensor, "*row d_head"] | None
     residual: Float[Tensor, "*row"]
 
+    def at(self, row: int, head: int, queries: Int64[Tensor, " query"]) -> Rows:
+        """Returns a float64 copy of some rows of [batch, head, query]."""
+        first = None if self.first is None else self.first[row, head, queries].double()
+        return Rows(self.drop[row, head, queries].double(), first, self.residual[row, head, queries].double())
 
-class Sums:
-    """Float64 running sums over rows, by head and dim."""
+    def put(self, row: int, head: int, queries: Int64[Tensor, " query"], new: Rows) -> None:
+        """Overwrites some rows of [batch, head, query]."""
+        self.drop[row, head, queries] = new.drop.to(self.drop.dtype)
+        self.residual[row, head, queries] = new.residual.to(self.residual.dtype)
+        if self.first is not None and new.first is not None:
+            self.first[row, head, queries] = new.first.to(self.first.dtype)
 
-    def __init__(self, inputs: Inputs, split_first: bool) -> None:
-        batch, heads, _, d_head = inputs.q.shape
-        self.inputs = inputs
-        new = lambda *shape: torch.zeros(batch, heads, *shape, dtype=torch.float64, device=inputs.q.device)  # noqa: E731
-        self.drop, self.first = new(d_head), new(d_head) if split_first else None
-        self.worst, self.total, self.refined, self.estimate = new(), new(), new(), new()
 
-    def add(self, row: int, head: int, found: Rows, counted: Tensor, missed: Tensor) -> None:
-        """Adds rows laid out [head of the group, query]."""
-        group = self.inputs.group
-        heads = slice(head, head + group)
-        keep = counted.view(group, -1)
-        self.drop[row, heads] += (
-            (found.drop.double() * counted[:, None]).view(group, -1, found.drop.shape[-1]).sum(1)
-        )
-        if self.first is not None and found.first is not None:
-            part = (found.first.double() * counted[:, None]).view(group, -1, found.first.shape[-1])
-            self.first[row, heads] += part.sum(1)
-        residual = found.residual.double().view(group, -1).masked_fill(~keep, 0)
-        self.worst[row, heads] = torch.maximum(self.worst[row, heads], residual.amax(1))
-        self.total[row, heads] += residual.sum(1)
-        self.refined[row, heads] += missed.view(group, -1).sum(1)
+def sums(
+    inputs: Inputs,
+    found: Rows,
+    refined: Bool[Tensor, "batch head query"],
+    estimate: Float64[Tensor, "batch head"],
+    edges: tuple[int, ...] | None,
+    method: str,
+) -> EntropyResult:
+    """Returns the sums of all counted rows by band."""
+    counted = inputs.counted[:, None]
+    spans = list(pairwise((0, *(edges or ()), inputs.q.shape[2])))
 
-    def compare(self, row: int, head: int, which: Tensor, first: Tensor, second: Tensor) -> None:
-        """Keeps the worst relative distance of two rules over rows, `which` being their head of the group."""
-        a, b = (torch.cat([(x := self.inputs.split(drop))[0], x[1][:, None]], 1) for drop in (first, second))
-        distance = (a - b).double().norm(dim=1) / b.double().norm(dim=1).clamp(min=1e-12)
-        self.estimate[row, head : head + self.inputs.group].scatter_reduce_(0, which, distance, "amax")
+    def by_span(x: Tensor) -> Float64[Tensor, "batch span head d_head"]:
+        parts = [
+            x[:, :, a:b].masked_fill(~counted[:, :, a:b, None], 0).sum(2, dtype=torch.float64)
+            for a, b in spans
+        ]
+        return torch.stack(parts, 1)
 
-    def result(self, method: str) -> EntropyResult:
-        """Returns the sums by band."""
-        inputs = self.inputs
-        values, rest = inputs.split(self.drop)
-        first, first_rest = (None, None) if self.first is None else inputs.split(self.first)
-        n_queries = inputs.counted.sum(1)
-        return EntropyResult(
-            values=values,
-            rest=rest,
-            residual=self.worst,
-            residual_mean=self.total / n_queries.clamp(min=1)[:, None],
-            estimate=self.estimate,
-            n_queries=n_queries,
-            n_pairs=inputs.n_visible.sum(1),
-            n_refined=self.refined.long(),
-            first_values=first,
-            first_rest=first_rest,
-            method=method,
-        )
+    drop = by_span(found.drop)
+    values, rest = inputs.split(drop.sum(1))
+    first = None if found.first is None else inputs.split(by_span(found.first).sum(1))
+    residual = found.residual.double().masked_fill(~counted, 0)
+    n_queries = inputs.counted.sum(1)
+    return EntropyResult(
+        values=values,
+        rest=rest,
+        by_position=None if edges is None else inputs.split(drop)[0],
+        residual=residual.amax(-1),
+        residual_mean=residual.sum(-1) / n_queries.clamp(min=1)[:, None],
+        estimate=estimate,
+        n_queries=n_queries,
+        n_pairs=inputs.n_visible.sum(1),
+        n_refined=refined.sum(-1),
+        first_values=None if first is None else first[0],
+        first_rest=None if first is None else first[1],
+        method=method,
+    )

@@ -28,13 +28,17 @@ Rule = tuple[tuple[float, ...], float]  # coefficients c_0..c_m, and the largest
 
 
 class Harmonic(NamedTuple):
-    """Values, certified bound, a-posteriori estimate, what tolerances are relative to, harmonics used."""
+    """Values, certified bound, a-posteriori estimate, what tolerances are relative to, harmonics used.
+
+    `by_position` holds the values apart for the spans of queries between the edges.
+    """
 
     values: Float64[Tensor, "batch head band"]
     bound: Float64[Tensor, "batch head band"]
     estimate: Float64[Tensor, "batch head band"]
     size: Float64[Tensor, "batch head band"]
     m: int
+    by_position: Float64[Tensor, "batch span head band"] | None = None
 
 
 @cache
@@ -80,6 +84,7 @@ def harmonic(
     ladder: tuple[int, ...] = LADDER,
     rule: Callable[[int], Rule] = series,
     block: int = BLOCK,
+    edges: tuple[int, ...] | None = None,
 ) -> Harmonic:
     """Returns the activation with as few harmonics as keep the estimate below `tol` of the m = 0 term.
 
@@ -87,28 +92,44 @@ def harmonic(
         ladder: Numbers of harmonics to try, in this order; the last one is kept in any case.
         rule: Where the coefficients come from.
         block: Positions in a block.
+        edges: As for `activation`, if `cuts_blocks` says that they lie between blocks.
     """
-    batch, heads = inputs.q.shape[:2]
-    shape = (batch, heads, len(inputs.pairs))
-    exact = inputs.q.new_zeros(*shape, dtype=torch.float64)
-    for row, kv in itertools.product(range(batch), range(inputs.k.shape[1])):
-        for planes in causal_pieces(inputs, row, kv):
-            q, k = _blocks(planes, block)
-            exact[row, kv * inputs.group : (kv + 1) * inputs.group] += near(q, k)
     for m in ladder[:-1]:
-        found = _attempt(inputs, exact, m, rule, block)
+        found = _attempt(inputs, m, rule, block, edges)
         if (found.estimate <= tol * found.size).all():
             return found
-    return _attempt(inputs, exact, ladder[-1], rule, block)
+    return _attempt(inputs, ladder[-1], rule, block, edges)
 
 
-def _attempt(inputs: Inputs, exact: Tensor, m: int, rule: Callable[[int], Rule], block: int) -> Harmonic:
-    """Returns the result with `m` harmonics, `exact` being the pairs inside blocks, without the scale."""
-    terms = exact.new_zeros(m + 1, *exact.shape)
-    for row, kv in itertools.product(range(exact.shape[0]), range(inputs.k.shape[1])):
-        for planes in causal_pieces(inputs, row, kv):
-            terms[:, row, kv * inputs.group : (kv + 1) * inputs.group] += _far(planes, m, block)
+def cuts_blocks(inputs: Inputs, edges: tuple[int, ...], block: int = BLOCK) -> bool:
+    """Whether edges between queries fall inside blocks, or blocks are not in the order of time."""
+    whole = inputs.window is None or inputs.window >= inputs.k.shape[2]
+    return not whole or any((edge + inputs.offset) % block for edge in edges)
+
+
+def _attempt(
+    inputs: Inputs, m: int, rule: Callable[[int], Rule], block: int, edges: tuple[int, ...] | None
+) -> Harmonic:
+    """Returns the result with `m` harmonics."""
     (c, worst), (fewer, _) = rule(m), rule(max(1, m * 3 // 4))
+    batch, heads = inputs.q.shape[:2]
+    exact = inputs.q.new_zeros(batch, heads, len(inputs.pairs), dtype=torch.float64)
+    terms = exact.new_zeros(m + 1, *exact.shape)
+    starts = [0, *((edge + inputs.offset) // block for edge in edges or ())]
+    spans = list(itertools.pairwise((*starts, None)))
+    by_position = exact.new_zeros(batch, len(spans), *exact.shape[1:])
+    for row, kv in itertools.product(range(batch), range(inputs.k.shape[1])):
+        part = slice(kv * inputs.group, (kv + 1) * inputs.group)
+        for planes in causal_pieces(inputs, row, kv):
+            q, k = _blocks(planes, block)
+            by_block, terms_by_block = near(q, k), _far(q, k, m)
+            exact[row, part] += by_block.sum((0, 3), dtype=torch.float64)
+            terms[:, row, part] += terms_by_block.sum((1, 4), dtype=torch.float64)
+            if edges is None:
+                continue
+            by_block = by_block.sum(0) + torch.tensordot(by_block.new_tensor(c), terms_by_block.sum(1), 1)
+            for span, (a, b) in enumerate(spans):
+                by_position[row, span, part] += by_block[..., a:b].sum(-1, dtype=torch.float64)
     far = torch.tensordot(terms.new_tensor(c), terms, 1)
     change = terms.new_tensor(c)
     change[: len(fewer)] -= change.new_tensor(fewer)
@@ -118,7 +139,14 @@ def _attempt(inputs: Inputs, exact: Tensor, m: int, rule: Callable[[int], Rule],
     bound = (worst + 2 * eps * m * m) * terms[0] + 64 * eps * (exact + terms[0])
     size = torch.mul(terms[0], 2 / math.pi) + exact
     scale = abs(inputs.scale)
-    return Harmonic(scale * (exact + far), scale * bound, estimate.mul(scale), size.mul(scale), m)
+    return Harmonic(
+        values=scale * (exact + far),
+        bound=scale * bound,
+        estimate=estimate.mul(scale),
+        size=size.mul(scale),
+        m=m,
+        by_position=None if edges is None else scale * by_position,
+    )
 
 
 def _blocks(planes: Planes, block: int) -> tuple[Tensor, Tensor]:
@@ -128,14 +156,15 @@ def _blocks(planes: Planes, block: int) -> tuple[Tensor, Tensor]:
     return blocked(planes.q, block), blocked(planes.k, block)
 
 
-def _far(planes: Planes, m: int, block: int) -> Float64[Tensor, "term group band"]:
-    """Returns `sum |q||k| cos 2j(phi_q - phi_k)` over pairs of different blocks, for j = 0..m."""
-    q, k = _blocks(planes, block)
+def _far(
+    q: Float[Tensor, "2 piece group band place block"], k: Float[Tensor, "2 piece band place block"], m: int
+) -> Float[Tensor, "term piece group band block"]:
+    """Returns `sum |q||k| cos 2j(phi_q - phi_k)` over each block's queries and all earlier blocks' keys."""
     f, g = _features(q, m), _features(k, m)  # [term, 2, piece, (group,) band, block]
     past = g.double().cumsum(-1).roll(1, -1)
     past[..., 0] = 0
     past = past.to(f.dtype)[:, :, :, None]
-    return (f * past).sum((1, 2, 5), dtype=torch.float64)
+    return torch.linalg.vecdot(f, past, dim=1)
 
 
 def _features(x: Float[Tensor, "2 *axes place block"], m: int) -> Float[Tensor, "term 2 *axes block"]:

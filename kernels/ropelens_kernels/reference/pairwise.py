@@ -22,6 +22,16 @@ def pairwise_rest(inputs: Inputs) -> Float64[Tensor, "batch head"]:
     return _sum_abs(inputs, q[..., None, :], k[..., None, :])[..., 0]
 
 
+def first_key(
+    inputs: Inputs,
+) -> tuple[Float64[Tensor, "batch head band"], Float64[Tensor, "batch head"]]:
+    """Returns the part that is due to each query's first visible key, of the bands and of the rest."""
+    at = inputs.first_visible[:, None, :, None].expand(-1, inputs.k.shape[1], -1, inputs.k.shape[3])
+    k = inputs.k.gather(2, at).repeat_interleave(inputs.group, 1)
+    bands, rest = inputs.split(inputs.q * inputs.scale * k)
+    return bands.abs().sum(2, dtype=torch.float64), rest.abs().sum(2, dtype=torch.float64)
+
+
 def _sum_abs(inputs: Inputs, q: Tensor, k: Tensor) -> Tensor:
     """Sums |scale * q.k| over visible pairs, for q [batch, head, query, band, dim] and k likewise."""
     batch, heads, queries, bands, dims = q.shape

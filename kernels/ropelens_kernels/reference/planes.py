@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ropelens_kernels.checks import Inputs
@@ -36,19 +36,27 @@ def causal_pieces(inputs: Inputs, row: int, kv: int) -> Iterator[Planes]:
     of the block before that come after its own place there, which is the past in reversed time.
     """
     heads = slice(kv * inputs.group, (kv + 1) * inputs.group)
-    q = inputs.q[row, heads][..., inputs.pairs].permute(3, 0, 2, 1)
-    k = inputs.k[row, kv][..., inputs.pairs].permute(2, 1, 0)
-    q = torch.nn.functional.pad(q, (inputs.offset, 0))
+    q, k = _planes(inputs.q[row, heads], inputs.pairs), _planes(inputs.k[row, kv, None], inputs.pairs)[:, 0]
+    if inputs.offset:
+        q = torch.nn.functional.pad(q, (inputs.offset, 0))
     time, window = k.shape[-1], inputs.window
     if window is None or window >= time:
-        yield Planes(q[:, None].contiguous(), k[:, None].contiguous())
+        yield Planes(q[:, None], k[:, None])
         return
     extra = -time % window
     q = torch.nn.functional.pad(q, (0, extra)).unflatten(-1, (-1, window)).movedim(-2, 1)
     k = torch.nn.functional.pad(k, (0, extra)).unflatten(-1, (-1, window)).movedim(-2, 1)
-    yield Planes(q.contiguous(), k.contiguous())
+    yield Planes(q, k)
     if window > 1:
-        yield Planes(q[:, 1:].flip(-1)[..., 1:].contiguous(), k[:, :-1].flip(-1)[..., :-1].contiguous())
+        yield Planes(q[:, 1:].flip(-1)[..., 1:], k[:, :-1].flip(-1)[..., :-1])
+
+
+def _planes(
+    x: Float[Tensor, "head time d_head"], pairs: Int64[Tensor, "band 2"]
+) -> Float[Tensor, "2 head band time"]:
+    """Returns the two coordinates of each band, each along time in memory."""
+    by_dim = x.permute(2, 0, 1).contiguous()
+    return by_dim[pairs.T].transpose(1, 2)
 
 
 def blocked(x: Float[Tensor, "*axes time"], width: int) -> Float[Tensor, "*axes place block"]:
@@ -58,13 +66,13 @@ def blocked(x: Float[Tensor, "*axes time"], width: int) -> Float[Tensor, "*axes 
 
 def near(
     q: Float[Tensor, "2 piece group band place block"], k: Float[Tensor, "2 piece band place block"]
-) -> Float64[Tensor, "group band"]:
-    """Returns `sum |q.k|` over the pairs of a block with the key not after the query, by distance."""
+) -> Float[Tensor, "piece group band block"]:
+    """Returns each block's `sum |q.k|` over its pairs with the key not after the query, by distance."""
     width = q.shape[-2]
-    total = torch.zeros(q.shape[2], q.shape[3], dtype=torch.float64, device=q.device)
+    total = torch.zeros_like(q[0, :, :, :, 0])
     k = k[:, :, None]
     for distance in range(width):
         late, early = q[..., distance:, :], k[..., : width - distance, :]
         x = torch.addcmul(late[0] * early[0], late[1], early[1])
-        total += torch.linalg.vector_norm(x, 1, dim=(-1, -2)).sum(0, dtype=torch.float64)
+        total += x.abs_().sum(-2)
     return total

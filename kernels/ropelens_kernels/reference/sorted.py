@@ -35,8 +35,8 @@ def by_sorting(inputs: Inputs) -> Float64[Tensor, "batch head band"]:
 def _causal(planes: Planes) -> Float64[Tensor, "group band"]:
     levels = max(0, int(math.log2(max(1, planes.k.shape[-1] / LEAF))))
     leaf = -(-planes.k.shape[-1] // 2**levels)
-    planes = planes.padded(leaf * 2**levels)
-    total = near(blocked(planes.q, leaf), blocked(planes.k, leaf))
+    planes = Planes(*(x.contiguous() for x in planes.padded(leaf * 2**levels)))
+    total = near(blocked(planes.q, leaf), blocked(planes.k, leaf)).sum((0, 3), dtype=torch.float64)
     if levels == 0:
         return total
     q = planes.q.transpose(2, 3)  # [2, piece, band, group, time]

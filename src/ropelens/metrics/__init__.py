@@ -1,6 +1,18 @@
 """Metrics: accumulators over forward passes, and Fisher information, which needs the model itself."""
 
-from ropelens.metrics.accumulate import ActivationAccumulator, BandAccumulator, EntropyAccumulator
+from ropelens.metrics.accumulate import (
+    ActivationAccumulator,
+    BandAccumulator,
+    EntropyAccumulator,
+    NormProductAccumulator,
+)
 from ropelens.metrics.fisher import FisherAccumulator, fisher
 
-__all__ = ["ActivationAccumulator", "BandAccumulator", "EntropyAccumulator", "FisherAccumulator", "fisher"]
+__all__ = [
+    "ActivationAccumulator",
+    "BandAccumulator",
+    "EntropyAccumulator",
+    "FisherAccumulator",
+    "NormProductAccumulator",
+    "fisher",
+]

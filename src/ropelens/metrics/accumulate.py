@@ -4,64 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from dataclasses import fields
+from itertools import pairwise
+from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 import ropelens_kernels as kernels
 from ropelens.hosts import Certificate
+from ropelens.metrics.sums import REDUCTIONS, LayerSums, Reduction, mapped
 from ropelens.scores import BandScores, same_model
-
-
-@dataclass
-class LayerSums:
-    """What one layer has added up so far, on the layer's own device.
-
-    Updates replace these tensors and never change one, so that a copy of the references is a snapshot.
-    Two processes' sums add up, unless a field's `reduce` says otherwise.
-    """
-
-    values: Float64[Tensor, "head band"]
-    rest: Float64[Tensor, " head"]
-    squares: Float64[Tensor, "head band"]
-    rest_squares: Float64[Tensor, " head"]
-    residual: Float64[Tensor, " head"] = field(metadata={"reduce": "max"})
-    bound: Float64[Tensor, "head band"]
-    n_queries: Int64[Tensor, ""]
-    n_pairs: Int64[Tensor, ""]
-    n_documents: Int64[Tensor, ""]
-    sound: Bool[Tensor, ""] = field(metadata={"reduce": "min"})
-
-    @classmethod
-    def zero(cls, n_heads: int, n_bands: int, device: torch.device) -> LayerSums:
-        by_band = torch.zeros(n_heads, n_bands, dtype=torch.float64, device=device)
-        by_head, count = by_band.new_zeros(n_heads), torch.zeros((), dtype=torch.int64, device=device)
-        return cls(
-            values=by_band,
-            rest=by_head,
-            squares=by_band,
-            rest_squares=by_head,
-            residual=by_head,
-            bound=by_band,
-            n_queries=count,
-            n_pairs=count,
-            n_documents=count,
-            sound=torch.ones((), dtype=torch.bool, device=device),
-        )
-
-
-Reduction = Literal["sum", "max", "min"]
-_REDUCTIONS: dict[str, Reduction] = {f.name: f.metadata.get("reduce", "sum") for f in fields(LayerSums)}
-
-
-def _map(sums: LayerSums, change: Callable[[Tensor], Tensor]) -> LayerSums:
-    tensors = {f.name: getattr(sums, f.name) for f in fields(sums)}
-    return LayerSums(**{name: None if t is None else change(t) for name, t in tensors.items()})  # pyright: ignore[reportArgumentType]
 
 
 class BandAccumulator:
@@ -70,13 +26,26 @@ class BandAccumulator:
     Args:
         tol: Tolerance of the kernel (entropy: nats a row; activation: relative, harmonic method).
         method: Method of the kernel; see `ropelens_kernels`.
+        split_first: Whether to keep the part of each query's first visible key apart too.
+        edges: Positions, ascending, between which queries are summed apart too; texts must begin at the
+            first place of their row then.
     """
 
     metric: ClassVar[str]
     _kernel: ClassVar[Callable[..., kernels.EntropyResult | kernels.ActivationResult]]
 
-    def __init__(self, *, tol: float = 1e-3, method: str = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        tol: float = 1e-3,
+        method: str = "auto",
+        split_first: bool = False,
+        edges: Sequence[int] = (),
+    ) -> None:
+        if any(b <= a for a, b in pairwise((0, *edges))):
+            raise ValueError(f"expected ascending edges above 0, got {list(edges)}")
         self.tol, self.method = tol, method
+        self.split_first, self.edges = split_first, tuple(edges)
         self._certificate: Certificate | None = None
         self._sums: list[LayerSums | None] = []
 
@@ -120,6 +89,12 @@ class BandAccumulator:
                 "an accumulator belongs to a model: pass it to entropy_hooks or activation_hooks"
             )
         spec = self._certificate.layers[layer]
+        edges = tuple(edge for edge in self.edges if edge < q.shape[1])
+        if self.edges and not bool(mask[:, 0].all()):
+            raise ValueError(
+                f"layer {layer}: expected texts that begin at the first place, to count positions from "
+                "there, got pads: pad on the right"
+            )
         try:
             found = self._kernel(
                 q,
@@ -132,12 +107,15 @@ class BandAccumulator:
                 sinks=spec.sinks,
                 tol=self.tol,
                 method=self.method,
+                split_first=self.split_first,
+                edges=edges or None,
             )
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from error
         sums = self._sums_of(layer, q.device)
         residual, bound = getattr(found, "residual", None), getattr(found, "bound", None)
         self._sums[layer] = LayerSums(
+            **self._parts(sums, found, mask, edges),
             values=sums.values + found.values.sum(0),
             rest=sums.rest + found.rest.sum(0),
             squares=sums.squares + found.values.square().sum(0),
@@ -150,15 +128,41 @@ class BandAccumulator:
             sound=sums.sound if sound is None else sums.sound & sound,
         )
 
+    def _parts(
+        self,
+        sums: LayerSums,
+        found: kernels.EntropyResult | kernels.ActivationResult,
+        mask: Bool[Tensor, "batch pos"],
+        edges: tuple[int, ...],
+    ) -> dict[str, Tensor]:
+        """The new sums of the first key's part and by position, as far as they were asked for."""
+        new: dict[str, Tensor] = {}
+        first, first_rest = found.first_values, found.first_rest
+        if first is not None and first_rest is not None:
+            new |= {"first": first.sum(0), "first_rest": first_rest.sum(0)}
+            new["later_squares"] = (found.values - first).square().sum(0)
+            new["later_rest_squares"] = (found.rest - first_rest).square().sum(0)
+        if self.edges:
+            by_position = found.values[:, None] if found.by_position is None else found.by_position
+            counted = torch.stack([mask[:, a:b].sum() for a, b in pairwise((0, *edges, mask.shape[1]))])
+            missing = len(self.edges) + 1 - len(counted)  # spans beyond the end of these texts
+            pad = torch.nn.functional.pad
+            new["by_position"] = pad(by_position.sum(0), (0, 0, 0, 0, 0, missing))
+            new["span_queries"] = pad(counted, (0, missing))
+        return {name: getattr(sums, name) + more for name, more in new.items()}
+
     def _sums_of(self, layer: int, device: torch.device) -> LayerSums:
         assert self._certificate is not None
         sums = self._sums[layer]
         if sums is None:
             spec = self._certificate.layers[layer]
-            return LayerSums.zero(spec.n_heads, len(spec.rotation.inv_freq), device)
+            n_spans = len(self.edges) + 1 if self.edges else 0
+            return LayerSums.zero(
+                spec.n_heads, len(spec.rotation.inv_freq), device, self.split_first, n_spans
+            )
         if sums.values.device == device:
             return sums
-        return _map(sums, lambda tensor: tensor.to(device))  # restored: they came from a file
+        return mapped(sums, lambda tensor: tensor.to(device))  # restored: they came from a file
 
     def copy(self) -> BandAccumulator:
         """Returns an accumulator of the same sums; it keeps them when this one goes on."""
@@ -190,7 +194,7 @@ class BandAccumulator:
     @staticmethod
     def reduction(name: str) -> Reduction:
         """Returns how an entry of `state` combines with that of another process."""
-        return _REDUCTIONS[name.split(".")[-1]]
+        return REDUCTIONS[name.split(".")[-1]]
 
     def result(self, data: str = "") -> BandScores:
         """Returns the scores of all that was added.
@@ -228,6 +232,14 @@ class BandAccumulator:
         def column(name: str) -> Float64[Tensor, "layer head"]:
             return torch.stack([getattr(s, name).cpu() for s in sums])
 
+        def spans() -> Float64[Tensor, "span layer head band"]:
+            n_spans = len(self.edges) + 1
+            rows = torch.full((n_spans, *table("values").shape), math.nan, dtype=torch.float64)
+            for layer, s in enumerate(sums):
+                assert s.by_position is not None
+                rows[:, layer, :, : s.by_position.shape[-1]] = s.by_position.cpu()
+            return rows
+
         residual = column("residual")
         if self.metric == "entropy" and float(residual.max()) > self.tol:
             layer, head = divmod(int(residual.argmax()), residual.shape[1])
@@ -252,7 +264,14 @@ class BandAccumulator:
             n_documents=done[0],
             model=certificate.fingerprint,
             data=data,
-            settings={"tol": self.tol, "method": self.method},
+            settings={"tol": self.tol, "method": self.method}
+            | ({"edges": list(self.edges)} if self.edges else {}),
+            first=table("first") if self.split_first else None,
+            first_rest=column("first_rest") if self.split_first else None,
+            later_squares=table("later_squares") if self.split_first else None,
+            later_rest_squares=column("later_rest_squares") if self.split_first else None,
+            by_position=spans() if self.edges else None,
+            span_queries=sums[0].span_queries.cpu() if sums[0].span_queries is not None else None,
         )
 
 
@@ -288,3 +307,15 @@ class ActivationAccumulator(BandAccumulator):
 
     metric = "activation"
     _kernel = staticmethod(kernels.activation)
+
+
+class NormProductAccumulator(BandAccumulator):
+    """Adds up, by band, the norm of each query times that of each key it sees, in logit units.
+
+    Example:
+        >>> NormProductAccumulator().metric
+        'norm_product'
+    """
+
+    metric = "norm_product"
+    _kernel = staticmethod(kernels.norm_product)

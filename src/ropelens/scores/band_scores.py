@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _SUMMED = ("values", "rest", "squares", "n_pairs", "bound", "rest_squares", "sampling_variance")
+_SUMMED += ("first", "first_rest", "later_squares", "later_rest_squares", "by_position", "span_queries")
 _COUNTS = ("n_queries", "n_tokens", "n_documents")
 
 
@@ -28,8 +29,8 @@ class BandScores:
     """One number for each rotary band of each head: a metric summed over the queries of some text.
 
     Attributes:
-        metric: "entropy" (nats; negative = the band lowers the entropy), "activation" (logit
-            units), "fisher", or "random".
+        metric: "entropy" (nats; negative = the band lowers the entropy), "activation" or
+            "norm_product" (logit units), "fisher", or "random".
         bands: Where the frequencies are.
         values: The sum over all counted queries (Fisher: over documents); NaN for bands that a
             layer does not have.
@@ -44,6 +45,12 @@ class BandScores:
         rest_squares: `squares` for `rest`.
         sampling_variance: The sum over documents of the variance that sampling labels leaves in
             the document's value; None unless labels were sampled at least twice.
+        first: The part of `values` that is due to each query's first visible key (entropy: the entropy
+            of "first key or not"); None if not kept apart. `first_rest` is the same for `rest`.
+        later_squares: `squares` of what remains without it; `later_rest_squares` likewise.
+        by_position: `values` apart for the queries between the positions `settings["edges"]`, and
+            before and after; None if not kept apart.
+        span_queries: How many queries each of these spans counts.
         model: The fingerprint of the model that was measured.
         data: A hexadecimal digest of the text that was measured, or "".
         settings: How it was measured; anything JSON can hold.
@@ -62,6 +69,12 @@ class BandScores:
     bound: Float64[Tensor, "layer head band"] | None = None
     rest_squares: Float64[Tensor, "layer head"] | None = None
     sampling_variance: Float64[Tensor, "layer head band"] | None = None
+    first: Float64[Tensor, "layer head band"] | None = None
+    first_rest: Float64[Tensor, "layer head"] | None = None
+    later_squares: Float64[Tensor, "layer head band"] | None = None
+    later_rest_squares: Float64[Tensor, "layer head"] | None = None
+    by_position: Float64[Tensor, "span layer head band"] | None = None
+    span_queries: Int64[Tensor, " span"] | None = None
     model: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -132,6 +145,36 @@ class BandScores:
             1.0
         """
         return self.values / self.count(per)[:, None, None]
+
+    def mean_by_position(self) -> Float64[Tensor, "span layer head band"]:
+        """Returns `by_position` per query of each span; NaN where a span counts none.
+
+        Raises:
+            ValueError: If positions were not kept apart.
+        """
+        if self.by_position is None or self.span_queries is None:
+            raise ValueError("these scores were not kept apart by position: measure them with collect")
+        return self.by_position / self.span_queries[:, None, None, None]
+
+    def without_first(self) -> BandScores:
+        """Returns the scores without the part of each query's first visible key, the usual sink.
+
+        Raises:
+            ValueError: If that part was not kept apart.
+        """
+        if self.first is None or self.first_rest is None or self.later_squares is None:
+            raise ValueError("the first key's part was not kept apart in these scores: measure with collect")
+        return replace(
+            self,
+            values=self.values - self.first,
+            rest=self.rest - self.first_rest,
+            squares=self.later_squares,
+            rest_squares=self.later_rest_squares,
+            **dict.fromkeys(("first", "first_rest", "later_squares", "later_rest_squares"), None),
+            by_position=None,
+            span_queries=None,
+            settings=self.settings | {"first_key": "left out"},
+        )
 
     def stderr(self) -> Float64[Tensor, "layer head band"]:
         """Returns the standard error of `mean(per="document")`, from the spread between documents.

@@ -55,7 +55,7 @@ def collect(
         model: A model that ropelens reads; see `load`.
         windows: What `windows` returns, or token ids with a document a row. Documents that share a
             packed window are measured as if each were alone.
-        metrics: Any of "entropy", "activation" and "fisher".
+        metrics: Any of "entropy", "activation", "norm_product" and "fisher".
         out: The folder of this run. Another run's is refused.
         tokens: Stop after the window in which this many tokens are reached, over all shards and
             processes; all windows by default. A later call may ask for more.
@@ -108,7 +108,12 @@ def collect(
             folder=folder,
             settings=settings,
             limit=_limit(source, tokens),
-            accumulators={m: _accumulator(m, tol=tol, n_samples=n_samples, seed=seed) for m in metrics},
+            accumulators={
+                m: FisherAccumulator(n_samples=n_samples, seed=seed)
+                if m == FisherAccumulator.metric
+                else ACCUMULATORS[m](tol=tol, split_first=True, edges=_edges(source.context))
+                for m in metrics
+            },
             every=checkpoint_every,
             batch=batch,
         )
@@ -128,12 +133,9 @@ def _check(metrics: Sequence[str], tokens: int | None, batch: int, every: float 
         raise ValueError(f"expected checkpoint_every to be a number of seconds, got {every}")
 
 
-def _accumulator(
-    metric: str, *, tol: float, n_samples: int, seed: int
-) -> BandAccumulator | FisherAccumulator:
-    if metric == FisherAccumulator.metric:
-        return FisherAccumulator(n_samples=n_samples, seed=seed)
-    return ACCUMULATORS[metric](tol=tol)
+def _edges(context: int) -> list[int]:
+    """Doubling positions below the context: 32, 64, 128, ..."""
+    return [32 << n for n in range(max(0, (context - 1).bit_length() - 5)) if 32 << n < context]
 
 
 def _limit(source: Windows, tokens: int | None) -> int | None:
