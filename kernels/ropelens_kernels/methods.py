@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ropelens_kernels.checks import Inputs
 from ropelens_kernels.reference.harmonic import cuts_blocks, harmonic
-from ropelens_kernels.reference.norms import first_products, norm_products
+from ropelens_kernels.reference.norms import norm_products
 from ropelens_kernels.reference.pairwise import first_key, pairwise, pairwise_rest
 from ropelens_kernels.reference.sorted import by_sorting
 from ropelens_kernels.results import ActivationResult
@@ -67,11 +67,11 @@ def activation(
 
 def norm_product(inputs: Inputs, split_first: bool, edges: tuple[int, ...] | None) -> ActivationResult:
     """Returns the norm product, exact: its absolute value is one of a product, so prefix sums do."""
-    by_query = norm_products(inputs)
+    by_query, first_by_query = norm_products(inputs)
     spans = [by_query[:, :, a:b].sum(2) for a, b in spans_between((0, *(edges or ()), inputs.q.shape[2]))]
     by_position = torch.stack(spans, 1)
     total = by_position.sum(1)
-    first = first_products(inputs).sum(2) if split_first else None
+    first = first_by_query.sum(2) if split_first else None
     zero = torch.zeros_like(total[..., :-1])
     return ActivationResult(
         values=total[..., :-1],
