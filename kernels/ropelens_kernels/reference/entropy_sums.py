@@ -27,17 +27,19 @@ class Rows:
     first: Float[Tensor, "*row d_head"] | None
     residual: Float[Tensor, "*row"]
 
-    def at(self, row: int, head: int, queries: Int64[Tensor, " query"]) -> Rows:
+    def at(self, row: int, heads: Int64[Tensor, " row"], queries: Int64[Tensor, " row"]) -> Rows:
         """Returns a float64 copy of some rows of [batch, head, query]."""
-        first = None if self.first is None else self.first[row, head, queries].double()
-        return Rows(self.drop[row, head, queries].double(), first, self.residual[row, head, queries].double())
+        first = None if self.first is None else self.first[row, heads, queries].double()
+        return Rows(
+            self.drop[row, heads, queries].double(), first, self.residual[row, heads, queries].double()
+        )
 
-    def put(self, row: int, head: int, queries: Int64[Tensor, " query"], new: Rows) -> None:
+    def put(self, row: int, heads: Int64[Tensor, " row"], queries: Int64[Tensor, " row"], new: Rows) -> None:
         """Overwrites some rows of [batch, head, query]."""
-        self.drop[row, head, queries] = new.drop.to(self.drop.dtype)
-        self.residual[row, head, queries] = new.residual.to(self.residual.dtype)
+        self.drop[row, heads, queries] = new.drop.to(self.drop.dtype)
+        self.residual[row, heads, queries] = new.residual.to(self.residual.dtype)
         if self.first is not None and new.first is not None:
-            self.first[row, head, queries] = new.first.to(self.first.dtype)
+            self.first[row, heads, queries] = new.first.to(self.first.dtype)
 
 
 def sums(
