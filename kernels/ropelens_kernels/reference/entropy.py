@@ -13,7 +13,7 @@ from torch import Tensor
 from ropelens_kernels.checks import Inputs
 from ropelens_kernels.reference.entropy_sums import Rows, sums
 from ropelens_kernels.reference.path import HIDDEN, point
-from ropelens_kernels.reference.quadrature import Rule, ladder, powers, uniform
+from ropelens_kernels.reference.quadrature import NARROW, Rule, ladder, powers, uniform
 from ropelens_kernels.results import EntropyResult
 
 FirstRule = Callable[..., tuple[Tensor, Tensor]]  # -> drop [batch, head, query, d_head], residual
@@ -88,29 +88,32 @@ def rows(
     return Rows(bands, None if first is None else q * (first @ k), (bands.sum(-1) - drop).abs())
 
 
-class PowerRule:
-    """The rule of `powers()` as tensors, and memory for a block's powers, used again by every block."""
+class PowerRules:
+    """The rules of `powers()` as tensors, and memory for a block's powers, used again by every block."""
 
-    def __init__(self, nodes: Tensor, weights: Tensor) -> None:
-        self.nodes, self.weights, self._room = nodes, weights, nodes.new_empty(0)
+    def __init__(self, like: Tensor) -> None:
+        self._room = like.new_empty(0)
+        self._tensors = [
+            (like.new_tensor((0, *rule.nodes)) / rule.whole, like.new_tensor(rule.weights))
+            for rule in (powers(False), powers(True))
+        ]
 
-    @classmethod
-    def like(cls, q: Tensor) -> PowerRule:
-        rule = powers()
-        return cls(q.new_tensor((0, *rule.nodes)) / rule.whole, q.new_tensor(rule.weights))
+    def of(self, logits: Float[Tensor, "row key"], spread: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `exp(t * logits)` [node, row, key] for all nodes t > 0, all nodes, and their weights.
 
-    def of(self, logits: Float[Tensor, "row key"]) -> Float[Tensor, "node row key"]:
-        """Returns `exp(t * logits)` for every node t > 0; what was returned before is overwritten."""
-        rule = powers()
+        What was returned before is overwritten.
+        """
+        wide = spread > NARROW
+        rule = powers(wide)
         need = rule.n_places * logits.numel()
         if len(self._room) < need:
             self._room = logits.new_empty(need * 9 // 8)  # later blocks differ a little
         power = self._room[:need].view(rule.n_places, *logits.shape)
         each = power.unbind(0)
-        torch.mul(logits, 1 / rule.whole, out=each[0]).exp_()
+        torch.mul(logits, 1 / rule.whole, out=each[rule.unit]).exp_()
         for place, a, b in rule.chain:
             torch.mul(each[a], each[b], out=each[place])
-        return power[rule.n_helpers :]
+        return power[rule.n_helpers :], *self._tensors[wide]
 
 
 def first_rows(
@@ -120,7 +123,7 @@ def first_rows(
     n: Float[Tensor, "row 1"],
     sink: Float[Tensor, "row 1"] | None,
     first_key: Tensor | None,
-    rule: PowerRule,
+    rules: PowerRules,
 ) -> Rows:
     """The same as `rows` without a softcap, with one exponential a logit: all nodes are its powers.
 
@@ -134,12 +137,13 @@ def first_rows(
         first_key: The first visible key of each row [row, 1], to split its part off.
     """
     logits = q @ k.T
+    low = logits.amin(-1, keepdim=True)
     shape, last, hidden = (-1, *seen.shape[:1]), slice(len(k) - seen.shape[1], None), ~seen
     logits.unflatten(0, shape)[..., last].masked_fill_(hidden, HIDDEN)
     top = logits.amax(-1, keepdim=True)
     logits -= top
-    power = rule.of(logits)
-    by_row, dt, t = power.transpose(0, 1), rule.weights, rule.nodes
+    power, t, dt = rules.of(logits, float((top - low).max()))
+    by_row = power.transpose(0, 1)
     start = n.clamp(min=1)
     z = torch.cat([start, power.sum(-1).T], 1)  # t = 0 first, where each key seen weighs 1
     mean = torch.linalg.vecdot(power[-1], logits)[:, None]
@@ -251,7 +255,7 @@ def first_pass(inputs: Inputs, split_first: bool) -> Rows:
         inputs.q.new_empty(batch, heads, queries),
     )
     group, n_visible = inputs.group, inputs.n_visible.to(inputs.q.dtype)
-    rule = PowerRule.like(inputs.q) if inputs.softcap is None else None
+    rules = PowerRules(inputs.q) if inputs.softcap is None else None
     whole = inputs.window is None and inputs.all_real
     for row, first_head in itertools.product(range(batch), range(0, heads, group)):
         part, k = slice(first_head, first_head + group), inputs.k[row, first_head // group]
@@ -265,7 +269,7 @@ def first_pass(inputs: Inputs, split_first: bool) -> Rows:
             sink = (
                 None if inputs.sinks is None else inputs.sinks[part].repeat_interleave(stop - start)[:, None]
             )
-            if rule is None:
+            if rules is None:
                 seen = torch.nn.functional.pad(seen, (edge - first, 0), value=True).repeat(group, 1)
                 block = rows(q, k[first:last], seen, FIRST, inputs, sink, split_first)
             else:
@@ -274,7 +278,7 @@ def first_pass(inputs: Inputs, split_first: bool) -> Rows:
                 if split_first:
                     front = seen.byte().argmax(-1, keepdim=True) * (not whole)
                     front = front.repeat(group, 1)
-                block = first_rows(q, k[first:last], seen, n, sink, front, rule)
+                block = first_rows(q, k[first:last], seen, n, sink, front, rules)
             found.drop[here] = block.drop.unflatten(0, (group, -1))
             found.residual[here] = block.residual.unflatten(0, (group, -1))
             if found.first is not None and block.first is not None:

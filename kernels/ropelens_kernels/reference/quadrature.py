@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+NARROW = 32.0  # logits: how far those of a row may spread for the cheaper of the rules of `powers`
+
 Rule = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -61,14 +63,16 @@ class Powers(NamedTuple):
     Attributes:
         whole: The number of steps from 0 to 1.
         n_helpers: How many powers only help to make others; they have the first places.
-        chain: How to make each power but the one at place 0, `exp(l / whole)`, in an order that works:
-            its place and the places of the two whose product it is.
+        unit: The place of `exp(l / whole)`.
+        chain: How to make every other power, in an order that works: its place and the places of the two
+            whose product it is.
         nodes: The places after the helpers, as steps; the last is `whole`.
         weights: Of t = 0 and of the nodes; they are positive.
     """
 
     whole: int
     n_helpers: int
+    unit: int
     chain: tuple[tuple[int, int, int], ...]
     nodes: tuple[int, ...]
     weights: tuple[float, ...]
@@ -79,20 +83,27 @@ class Powers(NamedTuple):
 
 
 @cache
-def powers() -> Powers:
-    """The default rule: the steps of 1/76 that come nearest to the Gauss-Lobatto rule with 13 nodes.
+def powers(wide: bool) -> Powers:
+    """Rules with 13 nodes near those of the Gauss-Lobatto rule, t = 0 included.
 
-    With interpolating weights it is exact for polynomials of degree 13 and nearly so up to 23.
+    With interpolating weights they are exact for polynomials of degree 12, and the wide one, whose steps
+    of 1/76 come nearest, nearly so up to 23. The other takes fewer helpers, and is as good as needed
+    while the logits of a row spread over less than NARROW.
     """
-    helpers, nodes = (1, 4, 8, 9), (2, 6, 12, 20, 29, 38, 47, 56, 64, 70, 74, 76)
-    parts = {2: 1, 4: 2, 6: 4, 8: 4, 9: 8, 12: 6, 20: 12, 29: 20, 38: 29, 47: 38, 56: 47, 64: 56, 70: 64}
-    parts |= {74: 70, 76: 38}  # each is this one and the difference
+    if wide:
+        helpers, nodes = (1, 4, 8, 9), (2, 6, 12, 20, 29, 38, 47, 56, 64, 70, 74, 76)
+        parts = {2: 1, 4: 2, 6: 4, 8: 4, 9: 8, 12: 6, 20: 12, 29: 20, 38: 29, 47: 38, 56: 47, 64: 56, 70: 64}
+        parts |= {74: 70, 76: 38}  # each is this one and the difference
+    else:
+        helpers, nodes = (3,), (1, 2, 4, 7, 10, 13, 16, 19, 22, 24, 25, 26)
+        parts = {2: 1, 3: 2, 4: 2, 7: 4, 10: 7, 13: 10, 16: 13, 19: 16, 22: 19, 24: 22, 25: 24, 26: 13}
     place = {step: at for at, step in enumerate((*helpers, *nodes))}
     x = np.array((0, *nodes)) / nodes[-1] * 2 - 1
     basis = np.polynomial.legendre.legvander(x, len(nodes)).T
     return Powers(
         whole=nodes[-1],
         n_helpers=len(helpers),
+        unit=place[1],
         chain=tuple((place[step], place[part], place[step - part]) for step, part in sorted(parts.items())),
         nodes=nodes,
         weights=tuple(np.linalg.solve(basis, np.eye(len(nodes) + 1)[0]).tolist()),
