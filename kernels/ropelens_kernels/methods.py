@@ -99,14 +99,16 @@ def _run(inputs: Inputs, tol: float, method: str, fused: bool, edges: tuple[int,
     if fused and method in ("pairwise", "harmonic"):
         from ropelens_kernels.fused.methods import harmonic_fused, pairwise_fused  # imports triton
 
-        if method == "harmonic":
-            return _Found("harmonic, fused", *harmonic_fused(inputs))
-        return _exact("pairwise, fused", pairwise_fused(inputs))
-    if method == "harmonic":
+        if method == "pairwise":
+            return _exact("pairwise, fused", pairwise_fused(inputs))
+        found = harmonic_fused(inputs, tol)
+    elif method == "harmonic":
         found = harmonic(inputs, tol, edges=edges)
-        met = bool((found.estimate <= tol * found.size).all())
-        return _Found(method, found.values, found.bound, found.estimate, found.by_position, met)
-    return _exact(method, by_sorting(inputs) if method == "sorted" else pairwise(inputs))
+    else:
+        return _exact(method, by_sorting(inputs) if method == "sorted" else pairwise(inputs))
+    met = bool((found.estimate <= tol * found.size).all())
+    name = "harmonic, fused" if fused else "harmonic"
+    return _Found(name, found.values, found.bound, found.estimate, found.by_position, met)
 
 
 def _exact(method: str, values: Float64[Tensor, "batch head band"]) -> _Found:

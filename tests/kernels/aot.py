@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from ropelens_kernels.fused import activation, entropy
 
-SIZES = {"WIDTH": 64, "BANDS": 8, "M": 16, "D": 64, "WIDE": 64, "NODES": 11, "POINTS": 16}
+SIZES = {"WIDTH": 64, "BANDS": 8, "M": 16, "D": 64, "WIDE": 64, "NODES": 13, "POINTS": 16}
 SIZES |= {"QUERIES": entropy.QUERIES, "KEYS": entropy.KEYS}
 FLOATS = ("q", "k", "x", "out", "sinks", "nodes", "steps", "drop", "residual")
 KERNELS = {

@@ -6,12 +6,13 @@ import torch
 from definitions import HALF, sample
 
 from ropelens_kernels.checks import prepare
-from ropelens_kernels.fused.activation import far_terms, pairwise_planes
+from ropelens_kernels.fused.activation import WIDTH, far_terms, pairwise_planes
 from ropelens_kernels.fused.entropy import first_rule_rows
 from ropelens_kernels.fused.methods import harmonic_fused, pairwise_fused
 from ropelens_kernels.reference.entropy import entropy, rows
+from ropelens_kernels.reference.harmonic import harmonic
 from ropelens_kernels.reference.pairwise import pairwise
-from ropelens_kernels.reference.quadrature import uniform
+from ropelens_kernels.reference.quadrature import gauss
 
 torch.set_num_threads(1)
 
@@ -60,14 +61,14 @@ def entropy_case(length, fewer, window, sinks, d, pads):
         inputs.q, inputs.k, inputs.real, inputs.n_visible, 0.4, window, inputs.sinks
     )
     assert torch.equal(before, inputs.q)
-    seen = inputs.visible(0, length - fewer, 0, length)[0]
+    seen = inputs.visible(0, 0, length - fewer, 0, length)
     real = inputs.counted[0]
     for head in range(4):
         sink = None if sinks is None else sinks[head].double().expand(length - fewer, 1)
         a, b = inputs.q[0, head].double() * 0.4, inputs.k[0, head // 2].double()
-        exact = rows(a, b, seen, uniform(5, 2), inputs, sink, False)
+        exact = rows(a, b, seen, gauss(12), inputs, sink, False)
         low = rows(
-            a.float(), b.float(), seen, uniform(5, 2), inputs, None if sink is None else sink.float(), False
+            a.float(), b.float(), seen, gauss(12), inputs, None if sink is None else sink.float(), False
         )
         plain = (low.drop - exact.drop)[real].abs().max()
         assert (drop[0, head] - exact.drop)[real].abs().max() <= 2 * plain + 5e-6
@@ -79,8 +80,11 @@ def whole_methods(window):
     exact = pairwise(prepare(q.double(), k.double(), pairs=HALF(6), scale=-0.4, window=window))
     inputs = prepare(q, k, pairs=HALF(6), scale=-0.4, window=window)
     torch.testing.assert_close(pairwise_fused(inputs), exact, rtol=1e-5, atol=0)
-    values, bound, _ = harmonic_fused(inputs, m=8)
-    assert ((values - exact).abs() <= bound).all()
+    mine, theirs = harmonic_fused(inputs, 3e-2, (4, 8)), harmonic(inputs, 3e-2, (4, 8), block=WIDTH)
+    assert mine.m == theirs.m
+    assert ((mine.values - exact).abs() <= mine.bound).all()
+    torch.testing.assert_close(mine.estimate, theirs.estimate, rtol=1e-3, atol=1e-5)
+    assert harmonic_fused(inputs, 1e-9, (4, 8)).m == 8
     mine, theirs = entropy(inputs, 1e-3, False, first_rule_rows), entropy(inputs, 1e-3, False)
     torch.testing.assert_close(mine.values, theirs.values, rtol=0, atol=140e-5)
     assert mine.method == "adaptive, fused"

@@ -168,7 +168,7 @@ def test_the_first_rule_splits_the_first_key_off_as_the_finest_does(name, pads):
     mask = torch.ones(q.shape[0], 60, dtype=torch.bool)
     mask[0, :pads] = False
     case = {"pairs": HALF(8), "scale": 0.4, "mask": mask, "split_first": True, **CASES[name]}
-    fast, fine = (entropy(q.double(), k.double(), tol=tol, **case) for tol in (1e-4, 1e-10))
+    fast, fine = (entropy(q.double(), k.double(), tol=tol, **case) for tol in (1e-3, 1e-10))
     assert int(fast.n_refined.sum()) == 0  # else the first rule would not be tested
     size = fine.first_values.abs().amax(-1, keepdim=True)
     assert ((fast.first_values - fine.first_values).abs() <= 1e-4 * size).all()

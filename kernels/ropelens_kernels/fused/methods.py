@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from ropelens_kernels.fused.activation import WIDTH, far_terms, pairwise_planes
-from ropelens_kernels.reference.harmonic import series
+from ropelens_kernels.reference.harmonic import LADDER, assembled, series
 from ropelens_kernels.reference.planes import causal_pieces
-
-TERMS = 32  # harmonics: more than the torch path starts with, since they are cheap here
 
 
 def _planes(x, inputs):
@@ -22,11 +20,11 @@ def pairwise_fused(inputs):
     return abs(inputs.scale) * pairwise_planes(q, k, inputs.group, inputs.window)
 
 
-def harmonic_fused(inputs, m=TERMS):
-    """Returns the activation, its certified bound and its estimate, all [batch, head, band]."""
+def harmonic_fused(inputs, tol, ladder=LADDER):
+    """Returns a `Harmonic` with as few terms as keep the estimate below `tol` of the m = 0 term."""
     batch, heads = inputs.q.shape[:2]
     exact = inputs.q.new_zeros(batch, heads, len(inputs.pairs), dtype=torch.float64)
-    terms = exact.new_zeros(m + 1, *exact.shape)
+    problems = []
     for row in range(batch):
         for kv in range(inputs.k.shape[1]):
             for piece in causal_pieces(inputs, row, kv):
@@ -35,14 +33,12 @@ def harmonic_fused(inputs, m=TERMS):
                 part = slice(kv * inputs.group, (kv + 1) * inputs.group)
                 exact[row, part] += pairwise_planes(q, k, inputs.group, near=True).sum(0)
                 if q.shape[-1] > WIDTH:
-                    terms[:, row, part] += far_terms(q, k, m, inputs.group).sum(1)
-    c, worst = series(m)
-    weights = terms.new_tensor(c)
-    far = torch.tensordot(weights, terms, 1)
-    tail = weights.clone()
-    tail[: m * 3 // 4 + 1] = 0
-    estimate = torch.tensordot(tail.abs(), terms.abs(), 1)
-    eps = torch.finfo(torch.float32).eps
-    bound = (worst + 2 * eps * m * m) * terms[0] + 64 * eps * (exact + terms[0])
-    scale = abs(inputs.scale)
-    return scale * (exact + far), scale * bound, scale * estimate
+                    problems.append((row, part, q, k))
+    for m in ladder:
+        terms = exact.new_zeros(m + 1, *exact.shape)
+        for row, part, q, k in problems:
+            terms[:, row, part] += far_terms(q, k, m, inputs.group).sum(1)
+        found = assembled(exact, terms, m, series, torch.finfo(torch.float32).eps, inputs.scale)
+        if (found.estimate <= tol * found.size).all():
+            break
+    return found

@@ -13,12 +13,13 @@ from torch import Tensor
 from ropelens_kernels.checks import Inputs
 from ropelens_kernels.reference.entropy_sums import Rows, sums
 from ropelens_kernels.reference.path import HIDDEN, point
-from ropelens_kernels.reference.quadrature import NARROW, Rule, ladder, powers, uniform
+from ropelens_kernels.reference.quadrature import NARROW, Rule, gauss, ladder, powers, uniform
 from ropelens_kernels.results import EntropyResult
 
 FirstRule = Callable[..., tuple[Tensor, Tensor]]  # -> drop [batch, head, query, d_head], residual
-FIRST = uniform(5, 2)  # the first rule with a softcap
+FIRST = gauss(12)  # the first rule with a softcap
 SECOND = uniform(10, 2)  # what first rules are compared with
+WARY = 1 / 3  # rows are redone from this share of the tolerance on: bands can err more than their sum
 SAMPLE = 512  # one query in so many, from the last one on, is done by two rules, for the estimate
 BLOCK = 2**19  # elements of a block's [row, key] arrays, so that the caches hold them
 
@@ -231,7 +232,7 @@ def entropy(
         found = Rows(drop, None, residual)
     else:
         found = first_pass(inputs, split_first)
-    missed = inputs.counted[:, None] & ~(found.residual <= tol)
+    missed = inputs.counted[:, None] & ~(found.residual <= WARY * tol)
     for row, heads, queries in _picked(inputs, missed):
         q, k, seen, sink = _taken(inputs, row, heads, queries)
         new = refined(q, k, seen, inputs, sink, tol, found.at(row, heads, queries))

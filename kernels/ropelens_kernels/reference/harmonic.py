@@ -111,7 +111,7 @@ def _attempt(
     inputs: Inputs, m: int, rule: Callable[[int], Rule], block: int, edges: tuple[int, ...] | None
 ) -> Harmonic:
     """Returns the result with `m` harmonics."""
-    (c, worst), (fewer, _) = rule(m), rule(max(1, m * 3 // 4))
+    c, _ = rule(m)
     batch, heads = inputs.q.shape[:2]
     exact = inputs.q.new_zeros(batch, heads, len(inputs.pairs), dtype=torch.float64)
     terms = exact.new_zeros(m + 1, *exact.shape)
@@ -130,22 +130,35 @@ def _attempt(
             by_block = by_block.sum(0) + torch.tensordot(by_block.new_tensor(c), terms_by_block.sum(1), 1)
             for span, (a, b) in enumerate(spans):
                 by_position[row, span, part] += by_block[..., a:b].sum(-1, dtype=torch.float64)
-    far = torch.tensordot(terms.new_tensor(c), terms, 1)
+    found = assembled(exact, terms, m, rule, torch.finfo(inputs.q.dtype).eps, inputs.scale)
+    return found if edges is None else found._replace(by_position=abs(inputs.scale) * by_position)
+
+
+def assembled(
+    exact: Float64[Tensor, "batch head band"],
+    terms: Float64[Tensor, "term batch head band"],
+    m: int,
+    rule: Callable[[int], Rule],
+    eps: float,
+    scale: float,
+) -> Harmonic:
+    """Returns the result of pairs inside blocks and harmonics between them, both without the scale.
+
+    Args:
+        eps: The machine epsilon of what they were computed in.
+    """
+    (c, worst), (fewer, _) = rule(m), rule(max(1, m * 3 // 4))
     change = terms.new_tensor(c)
     change[: len(fewer)] -= change.new_tensor(fewer)
-    estimate = torch.tensordot(change.abs(), terms.abs(), 1)
-    eps = torch.finfo(inputs.q.dtype).eps
     # the recurrence of cos 2jx amplifies rounding by j^2 at most, of terms that add up to |c|_1 = 1.6
     bound = (worst + 2 * eps * m * m) * terms[0] + 64 * eps * (exact + terms[0])
-    size = torch.mul(terms[0], 2 / math.pi) + exact
-    scale = abs(inputs.scale)
+    scale = abs(scale)
     return Harmonic(
-        values=scale * (exact + far),
+        values=scale * (exact + torch.tensordot(terms.new_tensor(c), terms, 1)),
         bound=scale * bound,
-        estimate=estimate.mul(scale),
-        size=size.mul(scale),
+        estimate=scale * torch.tensordot(change.abs(), terms.abs(), 1),
+        size=scale * (torch.mul(terms[0], 2 / math.pi) + exact),
         m=m,
-        by_position=None if edges is None else scale * by_position,
     )
 
 
