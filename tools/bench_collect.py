@@ -16,7 +16,8 @@ import ropelens as rl
 from ropelens.hosts import host_of
 from ropelens_kernels.bench import Line, show, timed
 
-SETS = (("activation",), ("activation", "entropy"), ("activation", "entropy", "norm_product"))
+BOTH = ("activation", "entropy")
+SETS = ((("activation",), False), (BOTH, False), (BOTH, True), ((*BOTH, "norm_product"), True))
 
 
 def main() -> None:
@@ -41,12 +42,13 @@ def main() -> None:
     base, peak = timed(bare, 2)
     name = "bare forward"
     lines = [Line("collect", name, args.length, base, name, 1.0, nan, peak)]
-    for metrics in SETS:
-        call = lambda metrics=metrics: rl.collect(model, ids, metrics, progress=False)  # noqa: E731
+    for metrics, compile in SETS:
+        call = lambda m=metrics, c=compile: rl.collect(model, ids, m, compile=c, progress=False)  # noqa: E731
+        if compile:
+            rl.collect(model, ids[:, :300], metrics, compile=True, progress=False)  # not timed: it compiles
         seconds, peak = timed(call, 2 if args.length <= 2048 else 1)
-        lines.append(
-            Line("collect", " + ".join(metrics), args.length, seconds, name, seconds / base, nan, peak)
-        )
+        title = " + ".join(metrics) + (", compiled" if compile else "")
+        lines.append(Line("collect", title, args.length, seconds, name, seconds / base, nan, peak))
     start = time.perf_counter()
     next(iter(rl.windows([text], model.tokenizer, context=args.length)))
     lines.append(Line("start", "first window", args.length, time.perf_counter() - start, name, nan, nan, nan))

@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -135,19 +136,24 @@ def _entropy(q: Tensor, k: Tensor, length: int) -> list[Line]:
     starts, factor, mark = _sampled(length)
     base, peak = timed(lambda: direct_entropy(q[0], k[0], SCALE, starts, BLOCK), 1)
     base *= factor
+    lines = [Line("entropy", "direct" + mark, length, base, "direct", 1.0, 0.0, peak)]
     case = {"pairs": PAIRS, "scale": SCALE}
-    seconds, peak_adaptive = timed(lambda: entropy(q, k, **case), 2 if length <= 2048 else 1)
-    error = [0.0, 0.0]
+    ways = {"adaptive": "torch", "adaptive, compiled": "compiled"}
+    for name, backend in ways.items() if shutil.which("c++") else [*ways.items()][:1]:
+        if backend == "compiled":
+            entropy(q[:, :600], k[:, :600], backend=backend, **case)  # not timed: it compiles
+        call = lambda backend=backend: entropy(q, k, backend=backend, **case)  # noqa: E731
+        seconds, peak = timed(call, 3 if length <= 2048 else 1)
+        lines.append(Line("entropy", name, length, seconds, "direct", base / seconds, 0.0, peak))
     for p in torch.linspace(1, length - 1, ROWS).long().tolist():
         row, keys = q[:, p : p + 1], k[:, : p + 1]
         exact = entropy(row.double(), keys.double(), tol=1e-9, **case).values[0]
-        direct = direct_entropy(q[0, : p + 1], keys[0], SCALE, [p], 1)[:, PAIRS].sum(-1)
-        for at, found in enumerate((direct, entropy(row, keys, **case).values[0])):
-            error[at] = max(error[at], float(((found - exact).norm(dim=-1) / exact.norm(dim=-1)).max()))
-    return [
-        Line("entropy", "direct" + mark, length, base, "direct", 1.0, error[0], peak),
-        Line("entropy", "adaptive", length, seconds, "direct", base / seconds, error[1], peak_adaptive),
-    ]
+        found = [direct_entropy(q[0, : p + 1], keys[0], SCALE, [p], 1)[:, PAIRS].sum(-1)]
+        found += [entropy(row, keys, backend=ways[x.method], **case).values[0] for x in lines[1:]]
+        for line, values in zip(lines, found, strict=True):
+            error = float(((values - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+            line.error = max(line.error, error)
+    return lines
 
 
 def _attribution(q: Tensor, k: Tensor, length: int) -> list[Line]:

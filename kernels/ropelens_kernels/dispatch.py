@@ -157,7 +157,9 @@ def entropy(
         sinks: Learned sink logits: one more outcome, with a fixed logit and no band.
         tol: Nats a row; below 1e-5 the computation is in float64, where 1e-9 can be reached.
         method: "adaptive" or "auto".
-        backend: "torch", "fused" (Triton, CUDA tensors) or "auto".
+        backend: "torch", "fused" (Triton, CUDA tensors), "compiled" (torch.compile for the passes over
+            the logits: twice as fast on a CPU, after half a minute or so for the first call; needs a C++
+            compiler, no softcap and tol >= 1e-5) or "auto", which is one of the first two.
         split_first: Whether to return the part that is the entropy of "first visible key or not" too.
         edges: Places between queries, ascending: sums apart for the spans between them too.
 
@@ -171,7 +173,13 @@ def entropy(
         True
     """
     chosen("method", method, ("auto", "adaptive"))
-    fused = _runs_fused(backend, q)
+    compiled = backend == "compiled"
+    fused = not compiled and _runs_fused(backend, q)
+    if compiled and (softcap is not None or tol < SINGLE or q.dtype == torch.float64):
+        raise ValueError(
+            'expected no softcap, no float64 and tol >= 1e-5 for backend="compiled", got another: '
+            'use backend="torch"'
+        )
     if fused and (softcap is not None or split_first or tol < SINGLE or q.dtype == torch.float64):
         if backend == "fused":
             raise ValueError(
@@ -192,7 +200,8 @@ def entropy(
         dtype=torch.float64 if tol < SINGLE else None,
     )
     first_rule = _first_rule() if fused else None
-    return _entropy.entropy(inputs, tol, split_first, first_rule, checked_edges(edges, q.shape[1]))
+    edges = checked_edges(edges, q.shape[1])
+    return _entropy.entropy(inputs, tol, split_first, first_rule, edges, compiled)
 
 
 @torch.no_grad()

@@ -1,6 +1,10 @@
 """Entropy against its definition and its invariants."""
 
 import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +187,20 @@ def test_sums_by_position_are_those_of_the_queries_between_the_edges(name):
     for span, (a, b) in enumerate([(0, 8), (8, 9), (9, 30), (30, 40)]):
         alone = entropy(q[:, a:b], k[:, : b + 3], **case).values
         torch.testing.assert_close(out.by_position[:, span], alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_passes_equal_the_eager_ones():
+    # in another process: torch.compile cannot look through the type checks of the tests
+    script = Path(__file__).with_name("compiled.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ok\n"
+
+
+def test_compiled_passes_refuse_what_they_cannot_do():
+    q, k = sample(query=4, key=4)
+    for case in ({"softcap": 3.0}, {"tol": 1e-9}):
+        with pytest.raises(ValueError, match="expected no softcap, no float64 and tol >= 1e-5"):
+            entropy(q.float(), k.float(), pairs=HALF(8), scale=0.4, backend="compiled", **case)

@@ -13,7 +13,8 @@ from torch import Tensor
 from ropelens_kernels.checks import Inputs
 from ropelens_kernels.reference.entropy_sums import Rows, sums
 from ropelens_kernels.reference.path import HIDDEN, point
-from ropelens_kernels.reference.quadrature import NARROW, Rule, gauss, ladder, powers, uniform
+from ropelens_kernels.reference.powers import PowerRules
+from ropelens_kernels.reference.quadrature import Rule, gauss, ladder, uniform
 from ropelens_kernels.results import EntropyResult
 
 FirstRule = Callable[..., tuple[Tensor, Tensor]]  # -> drop [batch, head, query, d_head], residual
@@ -89,34 +90,6 @@ def rows(
     return Rows(bands, None if first is None else q * (first @ k), (bands.sum(-1) - drop).abs())
 
 
-class PowerRules:
-    """The rules of `powers()` as tensors, and memory for a block's powers, used again by every block."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._room = like.new_empty(0)
-        self._tensors = [
-            (like.new_tensor((0, *rule.nodes)) / rule.whole, like.new_tensor(rule.weights))
-            for rule in (powers(False), powers(True))
-        ]
-
-    def of(self, logits: Float[Tensor, "row key"], spread: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `exp(t * logits)` [node, row, key] for all nodes t > 0, all nodes, and their weights.
-
-        What was returned before is overwritten.
-        """
-        wide = spread > NARROW
-        rule = powers(wide)
-        need = rule.n_places * logits.numel()
-        if len(self._room) < need:
-            self._room = logits.new_empty(need * 9 // 8)  # later blocks differ a little
-        power = self._room[:need].view(rule.n_places, *logits.shape)
-        each = power.unbind(0)
-        torch.mul(logits, 1 / rule.whole, out=each[rule.unit]).exp_()
-        for place, a, b in rule.chain:
-            torch.mul(each[a], each[b], out=each[place])
-        return power[rule.n_helpers :], *self._tensors[wide]
-
-
 def first_rows(
     q: Float[Tensor, "row d_head"],
     k: Float[Tensor, "key d_head"],
@@ -143,22 +116,19 @@ def first_rows(
     logits.unflatten(0, shape)[..., last].masked_fill_(hidden, HIDDEN)
     top = logits.amax(-1, keepdim=True)
     logits -= top
-    power, t, dt = rules.of(logits, float((top - low).max()))
-    by_row = power.transpose(0, 1)
+    t, dt, sums, mean = rules.sums(logits, float((top - low).max()))
     start = n.clamp(min=1)
-    z = torch.cat([start, power.sum(-1).T], 1)  # t = 0 first, where each key seen weighs 1
-    mean = torch.linalg.vecdot(power[-1], logits)[:, None]
+    z = torch.cat([start, sums], 1)  # t = 0 first, where each key seen weighs 1
     sunk = z.new_zeros(()) if sink is None else torch.sigmoid(sink - t * top - z.log())
     a = (1 - sunk) / z
     w = dt * a if sink is None else dt * a * (1 + sink * sunk)
     w[:, -1:] -= a[:, -1:]
     weights, odds = w[:, None], None
     if first_key is not None:
-        at_first = by_row.gather(2, first_key[:, None].expand(-1, len(power), 1))[..., 0]
-        alike = torch.cat([torch.ones_like(top), at_first], 1) * a  # the first key's attention
+        alike = (t * logits.gather(1, first_key)).exp() * a  # the first key's attention
         odds = dt * alike * (torch.log((1 - alike).clamp(min=1e-30)) - torch.log(alike.clamp(min=1e-30)))
         weights = torch.stack([w, -odds * a], 1)
-    total = torch.baddbmm(weights[:, :, :1], weights[:, :, 1:], by_row)
+    total = rules.weighted(logits, weights)
     total.unflatten(0, shape)[..., last].masked_fill_(hidden[:, None], 0)
     log_z, start = z[:, -1:].log(), start.log()
     if sink is None:
@@ -219,19 +189,21 @@ def entropy(
     split_first: bool,
     first_rule: FirstRule | None = None,
     edges: tuple[int, ...] | None = None,
+    compiled: bool = False,
 ) -> EntropyResult:
     """Returns the band entropy: a first rule for all rows, the ladder for those that it misses.
 
     Args:
         first_rule: A kernel that does the first rule of all rows at once.
         edges: Where along the queries a new sum by position begins.
+        compiled: Whether torch.compile makes the first rule's passes over the logits.
     """
     if first_rule is not None:
         args = (inputs.q, inputs.k, inputs.real, inputs.n_visible, inputs.scale, inputs.window, inputs.sinks)
         drop, residual = first_rule(*args)
         found = Rows(drop, None, residual)
     else:
-        found = first_pass(inputs, split_first)
+        found = first_pass(inputs, split_first, compiled)
     missed = inputs.counted[:, None] & ~(found.residual <= WARY * tol)
     for row, heads, queries in _picked(inputs, missed):
         q, k, seen, sink = _taken(inputs, row, heads, queries)
@@ -243,11 +215,11 @@ def entropy(
         missed,
         estimate=_estimate(inputs, found, missed),
         edges=edges,
-        method="adaptive" if first_rule is None else "adaptive, fused",
+        method="adaptive, fused" if first_rule else "adaptive, compiled" if compiled else "adaptive",
     )
 
 
-def first_pass(inputs: Inputs, split_first: bool) -> Rows:
+def first_pass(inputs: Inputs, split_first: bool, compiled: bool = False) -> Rows:
     """Returns every row by the first rule, [batch, head, query], in blocks of queries that share keys."""
     batch, heads, queries, _ = inputs.q.shape
     found = Rows(
@@ -256,7 +228,7 @@ def first_pass(inputs: Inputs, split_first: bool) -> Rows:
         inputs.q.new_empty(batch, heads, queries),
     )
     group, n_visible = inputs.group, inputs.n_visible.to(inputs.q.dtype)
-    rules = PowerRules(inputs.q) if inputs.softcap is None else None
+    rules = PowerRules(inputs.q, compiled) if inputs.softcap is None else None
     whole = inputs.window is None and inputs.all_real
     for row, first_head in itertools.product(range(batch), range(0, heads, group)):
         part, k = slice(first_head, first_head + group), inputs.k[row, first_head // group]

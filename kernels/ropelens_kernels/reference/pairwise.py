@@ -26,9 +26,12 @@ def first_key(
     inputs: Inputs,
 ) -> tuple[Float64[Tensor, "batch head band"], Float64[Tensor, "batch head"]]:
     """Returns the part that is due to each query's first visible key, of the bands and of the rest."""
-    at = inputs.first_visible[:, None, :, None].expand(-1, inputs.k.shape[1], -1, inputs.k.shape[3])
-    k = inputs.k.gather(2, at).repeat_interleave(inputs.group, 1)
-    bands, rest = inputs.split(inputs.q * inputs.scale * k)
+    if inputs.all_real and inputs.window is None:
+        k = inputs.k[:, :, :1]
+    else:
+        at = inputs.first_visible[:, None, :, None].expand(-1, inputs.k.shape[1], -1, inputs.k.shape[3])
+        k = inputs.k.gather(2, at)
+    bands, rest = inputs.split(inputs.q * (inputs.scale * k).repeat_interleave(inputs.group, 1))
     return bands.abs().sum(2, dtype=torch.float64), rest.abs().sum(2, dtype=torch.float64)
 
 

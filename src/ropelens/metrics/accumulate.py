@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 import ropelens_kernels as kernels
-from ropelens.hosts import Certificate
+from ropelens.hosts import Certificate, LayerSpec
 from ropelens.metrics.sums import REDUCTIONS, LayerSums, Reduction, mapped
 from ropelens.scores import BandScores, same_model
 
@@ -109,6 +109,7 @@ class BandAccumulator:
                 method=self.method,
                 split_first=self.split_first,
                 edges=edges or None,
+                **self._options(spec, q),
             )
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from error
@@ -127,6 +128,10 @@ class BandAccumulator:
             n_documents=sums.n_documents + (found.n_queries > 0).sum(),  # a row of pads is no document
             sound=sums.sound if sound is None else sums.sound & sound,
         )
+
+    def _options(self, spec: LayerSpec, q: Tensor) -> dict[str, str]:
+        """What else the kernel is told for this layer."""
+        return {}
 
     def _parts(
         self,
@@ -295,6 +300,12 @@ class EntropyAccumulator(BandAccumulator):
 
     metric = "entropy"
     _kernel = staticmethod(kernels.entropy)
+    compiled = False
+    """Whether torch.compile makes the kernel where it can: on a CPU, in float32, without softcap."""
+
+    def _options(self, spec: LayerSpec, q: Tensor) -> dict[str, str]:
+        able = spec.softcap is None and q.device.type == "cpu" and q.dtype != torch.float64
+        return {"backend": "compiled"} if self.compiled and able and self.tol >= 1e-5 else {}
 
 
 class ActivationAccumulator(BandAccumulator):
