@@ -23,8 +23,8 @@ LONGEST_PROBE = 160  # windows up to about this length are crossed by the probe 
 def certify(host: Host) -> Certificate:
     """Checks every layer of a model and returns what was confirmed.
 
-    Two short forward passes. One repeats a single token: its queries are then the same at every
-    position before the rotation, so the rotated ones show the rotation itself. The other is of random
+    Two short forward passes. One shows a single token at every position: its queries are then the same
+    before the rotation, so the rotated ones show the rotation itself. The other is of random
     tokens: its scores must be rebuilt from queries, keys, scale, head map, softcap and mask; where a
     host shows no scores, the attention's output must be, from the values and the sinks as well.
 
