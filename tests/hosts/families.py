@@ -92,8 +92,7 @@ SLIDING_THEN_FULL = {"sliding_window": WINDOW, "layer_types": ["sliding_attentio
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 20}
 
 NOT_CONVERTED = (
-    "HookedTransformer cannot be made from a {model} ({model} is not currently supported.): "
-    'use host="bridge"'
+    'HookedTransformer cannot be made from a {model} ({model} is not currently supported.): use host="bridge"'
 )
 UNLIKE = (
     "layer {layer}: HookedTransformer, made from a {model}, has other {what} than it ({ours} instead of "
@@ -103,12 +102,16 @@ NEVER_FIRES = (
     "hook point 'blocks.0.attn.hook_rot_q' never fires in this model: TransformerBridge lists it but runs "
     "the attention of layer 0 elsewhere, so its bands cannot be read"
 )
+WRAPS_ANOTHER = (
+    "layer 0: TransformerBridge's attention differs from that of the {model}Attention inside it by {number} "
+    'of its range, so that its bands would not be those of the model: use host="transformers"'
+)
 DOES_NOT_TURN = (
-    "layer {layer}: its queries do not turn with position as RoPE would have them (the closest layout "
+    "layer 0: its queries do not turn with position as RoPE would have them (the closest layout "
     "misses by {number} of their length); other position schemes are not supported"
 )
 NOT_REBUILT = (
-    "layer {layer}: the scores rebuilt from queries and keys differ from the model's own by {number} of "
+    "layer 0: the scores rebuilt from queries and keys differ from the model's own by {number} of "
     "their range (at most 1e-04 is accepted): TransformerBridge does not show the queries and keys that "
     "this model attends with"
 )
@@ -325,7 +328,7 @@ FAMILIES: dict[str, Family] = {
         "neighbouring dims",
         ladders=(ladder(5e5), ladder(5e5)),
         adjacent=True,
-        refused={**not_converted("Cohere"), "bridge 3": DOES_NOT_TURN.replace("{layer}", "0")},
+        refused={**not_converted("Cohere"), "bridge 3": WRAPS_ANOTHER.replace("{model}", "Cohere")},
     ),
     "cohere2": Family(
         "Cohere 2",
@@ -335,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         ladders=(ladder(), []),
         adjacent=True,
         windows=(WINDOW, None),
-        refused={**not_converted("Cohere2"), "bridge 3": DOES_NOT_TURN.replace("{layer}", "0")},
+        refused={**not_converted("Cohere2"), "bridge 3": WRAPS_ANOTHER.replace("{model}", "Cohere2")},
     ),
     "olmo2": Family(
         "OLMo 2", "Olmo2", special="norms over all heads at once", refused=not_converted("Olmo2")
@@ -402,8 +405,8 @@ FAMILIES: dict[str, Family] = {
         "multi-head latent attention",
         refused={
             **not_converted("DeepseekV3"),
-            **both_bridges(NOT_REBUILT.replace("{layer}", "0")),
-            "transformers": DOES_NOT_TURN.replace("{layer}", "0"),
+            **both_bridges(NOT_REBUILT),
+            "transformers": DOES_NOT_TURN,
         },
     ),
     "hunyuan": Family(
@@ -413,8 +416,9 @@ FAMILIES: dict[str, Family] = {
         "norm after the rotation",
         refused={
             **not_converted("HunYuanDenseV1"),
-            **both_bridges(NOT_REBUILT.replace("{layer}", "0")),
-            "transformers": DOES_NOT_TURN.replace("{layer}", "0"),
+            "bridge 3": WRAPS_ANOTHER.replace("{model}", "HunYuanDenseV1"),
+            "bridge 4": NOT_REBUILT,
+            "transformers": DOES_NOT_TURN,
         },
     ),
 }

@@ -57,7 +57,7 @@ def measured(family: str, host: str) -> Measured:
         return Measured(
             seen_by.certificate,
             logits.double(),
-            rl.band_entropy(model, ids, tol=1e-9),
+            rl.band_entropy(model, ids, tol=1e-6),
             rl.band_activation(model, ids),
         )
 

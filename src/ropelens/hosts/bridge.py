@@ -6,7 +6,7 @@ differs. The wrapped transformers module and the tensors that pass through the h
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -15,9 +15,12 @@ from jaxtyping import Bool, Float, Int64
 from packaging.version import Version
 from torch import Tensor
 
+from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
 from ropelens.hosts.lens import LensHost
 from ropelens.hosts.rotary import rotations_from, steady_length
+
+CACHES = ("cache", "past_key_values", "layer_past")  # what transformers has called it
 
 
 class BridgeHost(LensHost):
@@ -90,6 +93,43 @@ class BridgeHost(LensHost):
         d_head, module = view.q.shape[-1], self.module
         return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, module)]
 
+    def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
+        views, calls = super().probe(ids), dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]]()
+
+        def keep(layer: int, module: Any, args: Any, options: Any, made: Any) -> None:
+            calls[layer] = args, options, made[0] if isinstance(made, tuple) else made
+
+        handles = [
+            block.attn.register_forward_hook(partial(keep, layer), with_kwargs=True)
+            for layer, block in enumerate(self.model.blocks)
+        ]
+        try:
+            with torch.no_grad(), self.alone():
+                self.run(ids, None, logits=False)
+                for handle in handles:
+                    handle.remove()
+                for layer, call in calls.items():
+                    self._require_the_wrapped(layer, *call)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return views
+
+    def _require_the_wrapped(self, layer: int, args: Any, options: Any, made: Tensor) -> None:
+        """Refuses a layer whose attention the bridge computes otherwise than the module that it wraps."""
+        wrapped = self.model.blocks[layer].attn.original_component
+        options = {name: value for name, value in options.items() if name not in CACHES}
+        expected = wrapped(*args, **options)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        spread = float(expected.max()) - float(expected.min())
+        error = float((made - expected).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
+        if not error <= score_tolerance(made.dtype):
+            raise ValueError(
+                f"layer {layer}: TransformerBridge's attention differs from that of the "
+                f"{type(wrapped).__name__} inside it by {error:.1e} of its range, so that its bands would "
+                'not be those of the model: use host="transformers"'
+            )
+
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
     ) -> Float[Tensor, "batch pos token"] | None:
@@ -137,8 +177,7 @@ def _find_cache(attn: Any) -> None:
     update = attn._update_kv_cache
 
     def update_whatever_its_name(k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        if options.get("past_key_values") is None:
-            options["past_key_values"] = options.pop("cache", None)
-        return update(k, v, **options)
+        found = next((options[name] for name in CACHES if options.get(name) is not None), None)
+        return update(k, v, **options | {"past_key_values": found})
 
     attn._update_kv_cache = update_whatever_its_name
