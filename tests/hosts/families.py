@@ -328,7 +328,7 @@ FAMILIES: dict[str, Family] = {
         "neighbouring dims",
         ladders=(ladder(5e5), ladder(5e5)),
         adjacent=True,
-        refused={**not_converted("Cohere"), "bridge 3": WRAPS_ANOTHER.replace("{model}", "Cohere")},
+        refused={**not_converted("Cohere"), "bridge 3": DOES_NOT_TURN},
     ),
     "cohere2": Family(
         "Cohere 2",
@@ -338,7 +338,7 @@ FAMILIES: dict[str, Family] = {
         ladders=(ladder(), []),
         adjacent=True,
         windows=(WINDOW, None),
-        refused={**not_converted("Cohere2"), "bridge 3": WRAPS_ANOTHER.replace("{model}", "Cohere2")},
+        refused={**not_converted("Cohere2"), "bridge 3": DOES_NOT_TURN},
     ),
     "olmo2": Family(
         "OLMo 2", "Olmo2", special="norms over all heads at once", refused=not_converted("Olmo2")

@@ -6,6 +6,7 @@ differs. The wrapped transformers module and the tensors that pass through the h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
@@ -108,27 +109,27 @@ class BridgeHost(LensHost):
                 self.run(ids, None, logits=False)
                 for handle in handles:
                     handle.remove()
-                for layer, call in calls.items():
-                    self._require_the_wrapped(layer, *call)
+                doubts = {layer: self._doubt(layer, *call) for layer, call in calls.items()}
         finally:
             for handle in handles:
                 handle.remove()
-        return views
+        return [replace(view, doubt=doubts.get(layer, "")) for layer, view in enumerate(views)]
 
-    def _require_the_wrapped(self, layer: int, args: Any, options: Any, made: Tensor) -> None:
-        """Refuses a layer whose attention the bridge computes otherwise than the module that it wraps."""
+    def _doubt(self, layer: int, args: Any, options: Any, made: Tensor) -> str:
+        """Says where the bridge computes a layer's attention otherwise than the module that it wraps."""
         wrapped = self.model.blocks[layer].attn.original_component
         options = {name: value for name, value in options.items() if name not in CACHES}
         expected = wrapped(*args, **options)
         expected = expected[0] if isinstance(expected, tuple) else expected
         spread = float(expected.max()) - float(expected.min())
         error = float((made - expected).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
-        if not error <= score_tolerance(made.dtype):
-            raise ValueError(
-                f"layer {layer}: TransformerBridge's attention differs from that of the "
-                f"{type(wrapped).__name__} inside it by {error:.1e} of its range, so that its bands would "
-                'not be those of the model: use host="transformers"'
-            )
+        if error <= score_tolerance(made.dtype):
+            return ""
+        return (
+            f"TransformerBridge's attention differs from that of the {type(wrapped).__name__} inside it by "
+            f"{error:.1e} of its range, so that its bands would not be those of the model: use "
+            'host="transformers"'
+        )
 
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
