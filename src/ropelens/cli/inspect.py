@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help="smollm2-135m, a folder that transformers reads, or a hub id.")
-    ],
+    model: Annotated[str, typer.Argument(help="smollm2-135m, a folder, or a hub id.")],
     host: Annotated[AnyHost, typer.Option(help="What runs the model.")] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of layers as JSON.")] = False,
 ) -> None:
@@ -65,9 +63,7 @@ def inspect_table(found: pd.DataFrame) -> tuple[Table, str]:
     return table, first + (f"; in all layers: {', '.join(words)}" if words else "")
 
 
-def _cell(value: object) -> str:
-    import pandas as pd
-
-    if pd.isna(value):  # pyright: ignore[reportCallIssue, reportArgumentType]
+def _cell(value: Any) -> str:
+    if value is None or value != value or str(value) == "<NA>":
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

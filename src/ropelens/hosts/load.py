@@ -155,11 +155,9 @@ def _require_the_same_attention(hooked: Any, hf: Any) -> None:
 def _difference(ours: LayerSpec, its: LayerSpec) -> tuple[str, str, str] | None:
     a, b = ours.rotation, its.rotation
     if a.pairs.shape != b.pairs.shape or not torch.equal(a.pairs, b.pairs):
-        what = "rotated dims" if a.pairs.numel() != b.pairs.numel() else "pairs of dims"
-        shown = [
-            str(x.pairs.numel()) if what == "rotated dims" else s.layout for x, s in ((a, ours), (b, its))
-        ]
-        return what, *shown
+        if a.pairs.numel() != b.pairs.numel():
+            return "rotated dims", str(a.pairs.numel()), str(b.pairs.numel())
+        return "pairs of dims", ours.layout, its.layout
     if not torch.allclose(a.inv_freq, b.inv_freq, rtol=1e-5, atol=0):
         first, second = (f"{x.inv_freq[0]:.3g} to {x.inv_freq[-1]:.3g}" for x in (a, b))
         return "frequencies", first, second
