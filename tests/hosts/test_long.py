@@ -25,12 +25,12 @@ class Largest(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         sizes = [x.untyped_storage().nbytes() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
+        self.bytes = max([self.bytes, *sizes])
         return made
 
 
@@ -46,8 +46,7 @@ def test_a_128k_context_costs_no_table_of_its_square(host: str):
         rl.Bands.of(model)
         rl.band_entropy(model, tiny.ids())
         rl.band_activation(model, tiny.ids())
-    # Not even one row a position of the context: HookedTransformer's own tables have 2,048 of them.
-    assert 0 < largest.numel < LONG * 8 * 4
+    assert 0 < largest.bytes < 2**26  # the kernels' own working space; a mask would take 2**34
 
 
 def test_a_bf16_model_keeps_its_angles_at_position_100000(tmp_path: Path):
@@ -71,7 +70,8 @@ def test_a_bf16_model_keeps_its_angles_at_position_100000(tmp_path: Path):
 @pytest.mark.parametrize("host", ["transformers", "bridge"])
 def test_wavelengths_line_up_across_layers_of_two_bases(host: str):
     model = tiny.plain("gemma3")
-    bands = rl.Bands.of(model if host == "transformers" else tiny.bridge(model))
+    model = model if host == "transformers" else tiny.bridge(model)
+    bands = rl.Bands.of(model)
     assert bands.exists.all()
     for layer, base in enumerate((1e4, 1e6)):
         expected = [2 * math.pi * base ** (b / 4) for b in range(4)]

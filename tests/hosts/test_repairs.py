@@ -172,9 +172,7 @@ def test_a_scaling_that_is_left_out_is_warned_of(family: str, tmp_path: Path):
             warnings.simplefilter("error")
             rl.Bands.of(model)
     else:
-        with pytest.warns(
-            UserWarning, match=f"does not turn as .* whose {family} scaling it leaves"
-        ):
+        with pytest.warns(UserWarning, match=f"does not turn as .* whose {family} scaling it leaves"):
             rl.Bands.of(model)
 
 
@@ -189,9 +187,7 @@ def test_texts_that_are_turned_with_other_frequencies_are_refused(family: str, h
     longest = 32 if family == "longrope" else 128
     rl.band_entropy(model, tiny.ids(1, longest))
     if family == "longrope":  # beyond its context a model is refused anyway
-        with pytest.raises(
-            ValueError, match=r"^expected at most 32 tokens, got 33: this model's scal"
-        ):
+        with pytest.raises(ValueError, match=r"^expected at most 32 tokens, got 33: this model's scal"):
             rl.band_entropy(model, tiny.ids(1, 33))
     with rl.observe(model), pytest.raises(ValueError, match=f"expected at most {longest} tokens, got"):
         model(tiny.ids(1, longest + 1))
