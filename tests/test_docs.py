@@ -1,6 +1,7 @@
 """The code blocks of README and docs run as they stand, and their links lead somewhere."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,9 @@ def test_every_target_that_a_page_names_exists():
     for page in PAGES:
         named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE))
         assert named <= targets, page.name
+
+
+def test_the_support_table_is_that_of_the_families_under_test():
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    support = runpy.run_path(str(ROOT / "tools" / "support.py"))
+    assert support["page_with_table"](page) == page, "run `python tools/support.py`"

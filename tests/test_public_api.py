@@ -23,6 +23,7 @@ NAMES = [
     "band_fisher",
     "collect",
     "entropy_hooks",
+    "inspect",
     "load",
     "observe",
     "random_scores",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ropelens.bands import Bands
     from ropelens.data import windows
     from ropelens.hooks import activation_hooks, entropy_hooks, observe
+    from ropelens.hosts.inspection import inspect
     from ropelens.hosts.load import load
     from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher
     from ropelens.metrics import ActivationAccumulator, EntropyAccumulator
@@ -32,6 +33,7 @@ __all__ = [
     "band_fisher",
     "collect",
     "entropy_hooks",
+    "inspect",
     "load",
     "observe",
     "random_scores",
@@ -51,6 +53,7 @@ _HOME = {
     "band_fisher": "measure",
     "collect": "streaming",
     "entropy_hooks": "hooks",
+    "inspect": "hosts.inspection",
     "load": "hosts.load",
     "observe": "hooks",
     "random_scores": "scores",

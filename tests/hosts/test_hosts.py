@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import tiny
 import torch
@@ -14,64 +12,8 @@ from ropelens.hosts import host_of
 from ropelens.hosts.certify import rebuild_scores
 from ropelens.hosts.layer import LayerClaim
 
-BASE_10000_OF_8 = [1.0, 0.1, 0.01, 0.001]
 
-
-def llama3_ladder() -> list[float]:
-    """The llama3 rule by hand, for base 10000, 8 dims, factor 8, 1 and 4 times an original context of 32."""
-    ladder = []
-    for freq in BASE_10000_OF_8:
-        wavelength = 2 * math.pi / freq
-        if wavelength < 32 / 4:
-            ladder.append(freq)
-        elif wavelength > 32 / 1:
-            ladder.append(freq / 8)
-        else:
-            smooth = (32 / wavelength - 1) / (4 - 1)
-            ladder.append((1 - smooth) * freq / 8 + smooth * freq)
-    return ladder
-
-
-EXPECTED = {
-    # family: (frequencies, layout, unrotated dims, scale, softcap, window of layers 0 and 1)
-    "llama": (BASE_10000_OF_8, "half", 0, 8**-0.5, None, (None, None)),
-    "llama3": (llama3_ladder(), "half", 0, 8**-0.5, None, (None, None)),
-    "mistral": (BASE_10000_OF_8, "half", 0, 8**-0.5, None, (6, 6)),
-    "gemma2": (BASE_10000_OF_8, "half", 0, 20**-0.5, 2.0, (6, None)),
-    "phi": ([1.0, 0.01], "half", 4, 8**-0.5, None, (None, None)),
-    "glm": ([1.0, 0.01], "adjacent", 4, 8**-0.5, None, (None, None)),
-}
-
-
-@pytest.mark.parametrize("family", EXPECTED)
-def test_bridge_reads_what_the_model_uses(family: str):
-    freq, layout, n_rest, scale, softcap, windows = EXPECTED[family]
-    host = host_of(tiny.bridge(tiny.plain(family)))
-    for layer, spec in enumerate(host.certificate.layers):
-        # The buffers are float32: half a unit in the last place of each.
-        torch.testing.assert_close(
-            host.bands.inv_freq[layer], torch.tensor(freq, dtype=torch.float64), rtol=2**-23, atol=0
-        )
-        assert spec.layout == layout
-        assert host.bands.n_rest[layer] == n_rest
-        assert spec.scale == pytest.approx(scale, rel=1e-12)
-        assert (spec.softcap, spec.window) == (softcap, windows[layer])
-        assert spec.error < 1e-12  # float64 against float64
-        assert spec.n_heads == 6
-        assert spec.n_kv_heads == (6 if family == "phi" else 2)
-
-
-@pytest.mark.parametrize("family", EXPECTED)
-def test_attention_is_far_from_uniform(family: str):
-    """Or else the other tests would pass on anything."""
-    model = tiny.bridge(tiny.plain(family))
-    logits = model(tiny.ids())
-    assert logits.max() - logits.min() > 2
-    assert tiny.ids().shape[1] > 6  # longer than every window
-    assert rl.band_entropy(model, tiny.ids()).values.abs().max() > 1
-
-
-@pytest.mark.parametrize("family", EXPECTED)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bands_and_rest_add_up_to_the_models_scores(family: str):
     model = tiny.bridge(tiny.plain(family))
     host = host_of(model)
@@ -108,25 +50,6 @@ def test_rotation_keeps_the_norm_of_each_pair():
             norm = seen["q"][0][..., pair].norm(dim=-1)
             # cos and sin are float32 tables: their squares add up to 1 within 2 units in the last place.
             torch.testing.assert_close(norm, norm[:1].expand_as(norm), rtol=2**-22, atol=0)
-
-
-@tiny.needs_hooked
-@pytest.mark.parametrize("family", ["llama", "llama3", "mistral"])
-def test_hooked_transformer_and_bridge_agree(family: str):
-    from ropelens.hosts.load import hooked_from
-
-    plain = tiny.plain(family)
-    bridge, hooked = tiny.bridge(plain), hooked_from(plain, None)
-    # The bridge's frequencies are float32 buffers, HookedTransformer's float64 here; a position of at
-    # most 24 turns that into an angle of 24 * 2**-24, and scores of up to 25 into as much more.
-    torch.testing.assert_close(
-        rl.Bands.of(hooked).inv_freq, rl.Bands.of(bridge).inv_freq, rtol=2**-23, atol=0
-    )
-    for measure in (rl.band_entropy, rl.band_activation):
-        ours, theirs = measure(bridge, tiny.ids(), tol=1e-9), measure(hooked, tiny.ids(), tol=1e-9)
-        torch.testing.assert_close(theirs.values, ours.values, rtol=1e-5, atol=1e-5)
-        assert torch.equal(theirs.n_pairs, ours.n_pairs)
-        theirs.merge(ours)  # the same model, by fingerprint
 
 
 @tiny.needs_hooked
@@ -204,21 +127,6 @@ def test_a_model_without_rope_is_refused():
     )
     with pytest.raises(ValueError, match=r"hook_rot_q|no rotary position embedding"):
         rl.Bands.of(tiny.bridge(plain.eval()))
-
-
-def test_hooks_that_never_fire_are_refused_by_name():
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    config = GPTNeoXConfig(
-        vocab_size=tiny.VOCAB,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        attn_implementation="eager",
-    )
-    with pytest.raises(ValueError, match=r"'blocks.0.attn.hook_rot_q' never fires in this model"):
-        rl.band_entropy(tiny.bridge(GPTNeoXForCausalLM(config).eval()), tiny.ids())
 
 
 def test_scores_that_cannot_be_rebuilt_are_refused_by_layer():

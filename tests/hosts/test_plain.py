@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import tiny
 import torch
 from double import Double
-from test_hosts import BASE_10000_OF_8
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -106,40 +104,6 @@ def test_logits_are_bit_identical_while_observed(family: str, attention: str):
         assert torch.equal(plain(tiny.ids()).logits, bare)
     assert plain.config._attn_implementation == attention
     assert seen.scores["entropy"].values.nan_to_num().abs().max() > 1
-
-
-MORE = {
-    # family: (frequencies of layers 0 and 1, layout of each, unrotated dims, window of each, amplitude)
-    "gpt_oss": (None, ("half", "half"), (0, 0), (6, None), 0.1 * math.log(4) + 1),
-    "gemma3": (
-        (BASE_10000_OF_8, [1e6 ** (-b / 4) for b in range(4)]),
-        ("half", "half"),
-        (0, 0),
-        (6, None),
-        1,
-    ),
-    "qwen3": ((BASE_10000_OF_8, BASE_10000_OF_8), ("half", "half"), (0, 0), (None, None), 1),
-    "olmo2": ((BASE_10000_OF_8, BASE_10000_OF_8), ("half", "half"), (0, 0), (None, None), 1),
-    "smollm3": (([2e6 ** (-b / 4) for b in range(4)], []), ("half", "none"), (0, 8), (None, None), 1),
-    "gpt_neox": (([1.0], [1.0]), ("half", "half"), (6, 6), (None, None), 1),
-    "gptj": (([1.0, 0.01], [1.0, 0.01]), ("adjacent", "adjacent"), (4, 4), (None, None), 1),
-}
-
-
-@pytest.mark.parametrize("family", tiny.MORE_FAMILIES)
-def test_families_that_only_this_host_is_held_to(family: str):
-    frequencies, layouts, n_rest, windows, amplitude = MORE[family]
-    host = host_of(tiny.plain(family))
-    for layer, spec in enumerate(host.certificate.layers):
-        assert (spec.layout, spec.window) == (layouts[layer], windows[layer])
-        assert host.bands.n_rest[layer] == n_rest[layer]
-        assert (spec.sinks is None) == (family != "gpt_oss")
-        assert spec.error < 1e-6  # float64, but for a softmax in float32
-        if layouts[layer] != "none":
-            assert spec.rotation.amplitude == pytest.approx(amplitude, rel=1e-6)
-        if frequencies is not None:
-            expected = torch.tensor(frequencies[layer], dtype=torch.float64)
-            torch.testing.assert_close(spec.rotation.inv_freq, expected, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize(("family", "attention"), WITH_ATTENTION)
@@ -383,14 +347,6 @@ def test_hooks_are_for_transformer_lens(model: Any):
         rl.entropy_hooks(model, into=rl.EntropyAccumulator())
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: measure it inside `with ropelens.observe"):
         rl.activation_hooks(model, into=rl.ActivationAccumulator())
-
-
-def test_attention_outside_the_interface_is_refused():
-    from transformers import FalconConfig, FalconForCausalLM
-
-    config = FalconConfig(vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=6)
-    with pytest.raises(ValueError, match="FalconForCausalLM runs its attention outside transformers'"):
-        rl.band_entropy(FalconForCausalLM(config).eval(), tiny.ids())
 
 
 def test_a_layer_that_never_reaches_the_interface_is_refused(model: Any):

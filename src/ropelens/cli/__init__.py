@@ -9,6 +9,7 @@ import typer
 
 from ropelens.cli.collect import collect, merge
 from ropelens.cli.demo import demo
+from ropelens.cli.inspect import inspect
 
 __all__ = ["app"]
 
@@ -21,6 +22,7 @@ one frequency = one wavelength in tokens.
 Examples:
   ropelens demo                        all heads of SmolLM2-135M; a page in results/demo
   ropelens demo --layer 10 --head 1    the same, showing the attention of that head
+  ropelens inspect smollm2-135m        what each layer's attention does: read it first
   ropelens collect --data 'plays/*.txt' --tokens 1000000 --out runs/plays
                                        a million tokens; stop it and start it as you like
   ropelens merge runs/a runs/b -o runs/ab
@@ -61,5 +63,6 @@ def main(
 
 
 app.command()(demo)
+app.command()(inspect)
 app.command()(collect)
 app.command()(merge)

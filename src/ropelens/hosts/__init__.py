@@ -13,7 +13,17 @@ from ropelens.hosts.layer import Certificate, LayerSpec
 from ropelens.hosts.lens import Hook, LensHost
 from ropelens.hosts.plain import PlainHost
 
-__all__ = ["Certificate", "Consumer", "Edit", "Hook", "Host", "LayerSpec", "LensHost", "host_of"]
+__all__ = [
+    "Certificate",
+    "Consumer",
+    "Edit",
+    "Hook",
+    "Host",
+    "LayerSpec",
+    "LensHost",
+    "host_of",
+    "uncertified",
+]
 
 # A certificate lives as long as its model and holds no reference to it.
 _certificates: weakref.WeakKeyDictionary[Any, tuple[int, Certificate]] = weakref.WeakKeyDictionary()
@@ -31,20 +41,7 @@ def host_of(model: Any) -> Host:
     Raises:
         ValueError: If the model is of another kind, or one of its layers cannot be rebuilt.
     """
-    # By name: transformer-lens 4 has no HookedTransformer to compare with, and importing them is slow.
-    kinds = {base.__name__ for base in type(model).__mro__}
-    host: Host
-    if "HookedTransformer" in kinds:
-        host = HookedHost(model)
-    elif "TransformerBridge" in kinds:
-        host = BridgeHost(model)
-    elif "PreTrainedModel" in kinds:
-        host = PlainHost(model)
-    else:
-        raise ValueError(
-            "expected a HookedTransformer, a TransformerBridge or a transformers model, got "
-            f"{type(model).__name__}: load one with ropelens.load"
-        )
+    host = uncertified(model)
     state = state_of(host)
     known = _certificates.get(model)
     if known is None or known[0] != state:
@@ -52,3 +49,23 @@ def host_of(model: Any) -> Host:
         _certificates[model] = known
     host.certificate = known[1]
     return host
+
+
+def uncertified(model: Any) -> Host:
+    """Returns the host of a model, with nothing checked yet.
+
+    Raises:
+        ValueError: If the model is of another kind.
+    """
+    # By name: transformer-lens 4 has no HookedTransformer to compare with, and importing them is slow.
+    kinds = {base.__name__ for base in type(model).__mro__}
+    if "HookedTransformer" in kinds:
+        return HookedHost(model)
+    if "TransformerBridge" in kinds:
+        return BridgeHost(model)
+    if "PreTrainedModel" in kinds:
+        return PlainHost(model)
+    raise ValueError(
+        "expected a HookedTransformer, a TransformerBridge or a transformers model, got "
+        f"{type(model).__name__}: load one with ropelens.load"
+    )

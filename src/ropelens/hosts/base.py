@@ -57,6 +57,11 @@ class Host(ABC):
         ...
 
     @property
+    def steady(self) -> int | None:
+        """The longest text that turns with the certified frequencies; None if every text does."""
+        return None
+
+    @property
     @abstractmethod
     def embedding(self) -> Float[Tensor, "token d_model"]: ...
 
@@ -128,6 +133,18 @@ class Host(ABC):
         ...
 
     # What follows from it -----------------------------------------------------------------------------
+
+    def require_steady(self, n: int) -> None:
+        """Refuses a text that is so long that the model would turn it with other frequencies.
+
+        Raises:
+            ValueError: If `n` tokens are more than `steady`.
+        """
+        if self.steady is not None and n > self.steady:
+            raise ValueError(
+                f"expected at most {self.steady} tokens, got {n}: this model's scaling turns longer texts "
+                "with other frequencies than those that its bands are named by"
+            )
 
     @property
     def device(self) -> torch.device:

@@ -6,21 +6,32 @@ differs. The wrapped transformers module and the tensors that pass through the h
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
+from packaging.version import Version
 from torch import Tensor
 
+from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
 from ropelens.hosts.lens import LensHost
-from ropelens.hosts.rotary import rotations_from
+from ropelens.hosts.rotary import rotations_from, steady_length
+
+CACHES = ("cache", "past_key_values", "layer_past")  # what transformers has called it
 
 
 class BridgeHost(LensHost):
     """Reads a TransformerBridge from the transformers model inside it."""
 
     kind = "TransformerBridge"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        repair(model)
 
     @property
     def config(self) -> Any:
@@ -38,6 +49,10 @@ class BridgeHost(LensHost):
     @property
     def context(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def steady(self) -> int | None:
+        return steady_length(self.config)
 
     @property
     def embedding(self) -> Float[Tensor, "token d_model"]:
@@ -79,8 +94,91 @@ class BridgeHost(LensHost):
         d_head, module = view.q.shape[-1], self.module
         return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, module)]
 
+    def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
+        views, calls = super().probe(ids), dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]]()
+
+        def keep(layer: int, module: Any, args: Any, options: Any, made: Any) -> None:
+            calls[layer] = args, options, made[0] if isinstance(made, tuple) else made
+
+        handles = [
+            block.attn.register_forward_hook(partial(keep, layer), with_kwargs=True)
+            for layer, block in enumerate(self.model.blocks)
+        ]
+        try:
+            with torch.no_grad(), self.alone():
+                self.run(ids, None, logits=False)
+                for handle in handles:
+                    handle.remove()
+                doubts = {layer: self._doubt(layer, *call) for layer, call in calls.items()}
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [replace(view, doubt=doubts.get(layer, "")) for layer, view in enumerate(views)]
+
+    def _doubt(self, layer: int, args: Any, options: Any, made: Tensor) -> str:
+        """Says where the bridge computes a layer's attention otherwise than the module that it wraps."""
+        wrapped = self.model.blocks[layer].attn.original_component
+        options = {name: value for name, value in options.items() if name not in CACHES}
+        expected = wrapped(*args, **options)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        spread = float(expected.max()) - float(expected.min())
+        error = float((made - expected).abs().max()) / max(spread, torch.finfo(torch.float32).tiny)
+        if error <= score_tolerance(made.dtype):
+            return ""
+        return (
+            f"TransformerBridge's attention differs from that of the {type(wrapped).__name__} inside it by "
+            f"{error:.1e} of its range, so that its bands would not be those of the model: use "
+            'host="transformers"'
+        )
+
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
     ) -> Float[Tensor, "batch pos token"] | None:
         extra = {} if mask is None else {"attention_mask": mask.long()}
         return self.model(ids, return_type="logits" if logits else None, **extra)
+
+
+def repair(model: Any) -> None:
+    """Mends two faults of a TransformerBridge that it would otherwise be silently wrong by.
+
+    In transformer-lens 3.9 to 4.3, each only where the fault is:
+
+    - attention with a joint QKV matrix (GPT-NeoX, Phi-3) lists `hook_rot_q` and `hook_rot_k` and never
+      fires them: they fire after its rotation from now on;
+    - transformers from 5.24 on hands the key-value cache to the attention as `cache`, which the bridge
+      does not look for, so that in generation each new token attends to itself only.
+    """
+    faulty, renamed = _faults()
+    for block in model.blocks if faulty else ():
+        attn = getattr(block, "attn", None)
+        kinds = {base.__name__ for base in type(attn).__mro__}
+        if "JointQKVPositionEmbeddingsAttentionBridge" in kinds and "_apply_rotary_pos_emb" not in vars(attn):
+            _fire_after_rotation(attn)
+        if renamed and "AttentionBridge" in kinds and "_update_kv_cache" not in vars(attn):
+            _find_cache(attn)
+
+
+@cache
+def _faults() -> tuple[bool, bool]:
+    lens, transformers = Version(version("transformer-lens")), Version(version("transformers"))
+    return Version("3.9") <= lens < Version("4.4"), transformers >= Version("5.24")
+
+
+def _fire_after_rotation(attn: Any) -> None:
+    rotate = attn._apply_rotary_pos_emb
+
+    def rotate_and_fire(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = rotate(q, k, cos, sin)
+        return attn.hook_rot_q(q), attn.hook_rot_k(k)
+
+    attn._apply_rotary_pos_emb = rotate_and_fire
+
+
+def _find_cache(attn: Any) -> None:
+    update = attn._update_kv_cache
+
+    def update_whatever_its_name(k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        found = next((options[name] for name in CACHES if options.get(name) is not None), None)
+        return update(k, v, **options | {"past_key_values": found})
+
+    attn._update_kv_cache = update_whatever_its_name

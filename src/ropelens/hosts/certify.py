@@ -23,8 +23,8 @@ LONGEST_PROBE = 160  # windows up to about this length are crossed by the probe 
 def certify(host: Host) -> Certificate:
     """Checks every layer of a model and returns what was confirmed.
 
-    Two short forward passes. One repeats a single token: its queries are then the same at every
-    position before the rotation, so the rotated ones show the rotation itself. The other is of random
+    Two short forward passes. One shows a single token at every position: its queries are then the same
+    before the rotation, so the rotated ones show the rotation itself. The other is of random
     tokens: its scores must be rebuilt from queries, keys, scale, head map, softcap and mask; where a
     host shows no scores, the attention's output must be, from the values and the sinks as well.
 
@@ -32,13 +32,8 @@ def certify(host: Host) -> Certificate:
         ValueError: Naming the first layer that is not what the host says, or that has no rotation
             anywhere to read.
     """
-    same = host.probe_turns(int(_tokens(host, 1, 1)), PROBE)
-    claims = [host.claim(layer, view) for layer, view in enumerate(same)]
-    length = max([PROBE, *(c.window + 8 for c in claims if c.window and c.window + 8 <= LONGEST_PROBE)])
-    length = min(length, host.context or length)
-    varied = host.probe(_tokens(host, 2, length))
-    views = zip(claims, same, varied, strict=True)
-    specs = [_certify_layer(host, layer, *seen) for layer, seen in enumerate(views)]
+    seen = _probe(host)
+    specs = [_certify_layer(host, layer, *views) for layer, views in enumerate(seen)]
     if all(len(spec.rotation.inv_freq) == 0 for spec in specs):
         raise ValueError(
             f"this {host.kind} has no rotary position embedding in any layer: "
@@ -50,7 +45,31 @@ def certify(host: Host) -> Certificate:
             for s in specs
         ]
     )
-    return Certificate(tuple(specs), bands, _fingerprint(host, specs, varied))
+    return Certificate(tuple(specs), bands, _fingerprint(host, specs, [varied for *_, varied in seen]))
+
+
+def certify_each(host: Host) -> list[LayerSpec | ValueError]:
+    """As `certify`, layer by layer: what was confirmed of each, or why it cannot be read."""
+    try:
+        seen = _probe(host)
+    except ValueError as error:
+        return [error] * host.n_layers
+    found: list[LayerSpec | ValueError] = []
+    for layer, views in enumerate(seen):
+        try:
+            found.append(_certify_layer(host, layer, *views))
+        except ValueError as error:
+            found.append(error)
+    return found
+
+
+def _probe(host: Host) -> list[tuple[LayerClaim, LayerView, LayerView]]:
+    """Returns what each layer claims, and what it shows of one token and of random ones."""
+    same = host.probe_turns(int(_tokens(host, 1, 1)), PROBE)
+    claims = [host.claim(layer, view) for layer, view in enumerate(same)]
+    length = max([PROBE, *(c.window + 8 for c in claims if c.window and c.window + 8 <= LONGEST_PROBE)])
+    length = min(length, host.context or length)
+    return list(zip(claims, same, host.probe(_tokens(host, 2, length)), strict=True))
 
 
 def state_of(host: Host) -> int:
@@ -103,6 +122,8 @@ def _certify_layer(
             f"{error:.1e} of their range (at most {allowed:.0e} is accepted): {host.kind} does not show "
             "the queries and keys that this model attends with"
         )
+    if varied.doubt:
+        raise ValueError(f"layer {layer}: {varied.doubt}")
     return LayerSpec(
         n_heads=q.shape[2],
         n_kv_heads=k.shape[2],

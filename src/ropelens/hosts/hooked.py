@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib.metadata import version
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -15,6 +19,10 @@ class HookedHost(LensHost):
     """Reads a HookedTransformer from its cfg and from its own rotary buffers."""
 
     kind = "HookedTransformer"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        repair(model)
 
     @property
     def n_layers(self) -> int:
@@ -55,7 +63,10 @@ class HookedHost(LensHost):
         pairs = pair_dims(cfg.rotary_dim, adjacent)
         first = pairs[:, 0].to(sin.device)
         amplitude = float(torch.hypot(sin, cos).mean())
-        return [Rotation(torch.atan2(sin, cos)[first].cpu(), pairs, amplitude)]
+        rotation = Rotation(torch.atan2(sin, cos)[first].cpu(), pairs, amplitude)
+        if layer == 0:
+            _warn_if_unlike_the_original(cfg, rotation)
+        return [rotation]
 
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
@@ -63,3 +74,63 @@ class HookedHost(LensHost):
         # HookedTransformer takes its own idea of the pads from the padding side where no mask is given.
         full = torch.ones_like(ids) if mask is None else mask.long()
         return self.model(ids, attention_mask=full, return_type="logits" if logits else None)
+
+
+def _warn_if_unlike_the_original(cfg: Any, rotation: Rotation) -> None:
+    """Warns if the model that was loaded scales its frequencies and this object does not.
+
+    Its transformers config is read where it lies in a folder or in the hub's cache; nothing is fetched.
+    """
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if not cfg.tokenizer_name:
+        return
+    try:
+        config = AutoConfig.from_pretrained(cfg.tokenizer_name, local_files_only=True).get_text_config()
+    except (OSError, ValueError):  # not there, or of a model that transformers has no class for
+        return
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if not isinstance(kind, str) or kind not in ROPE_INIT_FUNCTIONS:
+        return
+    expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    same = expected.shape == rotation.inv_freq.shape and torch.allclose(
+        expected.double(), rotation.inv_freq, rtol=1e-4, atol=0
+    )
+    if not same or abs(amplitude - rotation.amplitude) > 1e-3:
+        warnings.warn(
+            f"this HookedTransformer does not turn as {cfg.tokenizer_name} does, whose {kind} scaling it "
+            "leaves out: what is measured is this object, and not that model; use a TransformerBridge",
+            stacklevel=2,
+        )
+
+
+def repair(model: Any) -> None:
+    """Lets frequencies that were set last beyond 2,048 positions.
+
+    HookedTransformer (transformer-lens before 4) keeps cos and sin of 2,048 positions and makes new ones
+    from its cfg when a text is longer, which silently undoes frequencies that were put into the buffers.
+    From now on such buffers grow as they are; those that are as the cfg says grow as ever.
+    """
+    if int(version("transformer-lens").split(".")[0]) >= 4:
+        return
+    for block in model.blocks:
+        if "_extend_rotary_embeddings" not in vars(block.attn):
+            _grow_as_it_is(block.attn)
+
+
+def _grow_as_it_is(attn: Any) -> None:
+    extend = attn._extend_rotary_embeddings
+
+    def grow(new_size: int) -> None:
+        sin, cos = attn.rotary_sin, attn.rotary_cos
+        extend(new_size)
+        if torch.equal(attn.rotary_sin[: len(sin)], sin) and torch.equal(attn.rotary_cos[: len(cos)], cos):
+            return
+        turn = torch.atan2(sin[1].double(), cos[1].double())
+        amplitude = torch.hypot(sin[1].double(), cos[1].double())
+        angle = torch.arange(len(sin), new_size, dtype=torch.float64, device=sin.device)[:, None] * turn
+        attn.rotary_sin = torch.cat([sin, (amplitude * angle.sin()).to(sin.dtype)])
+        attn.rotary_cos = torch.cat([cos, (amplitude * angle.cos()).to(cos.dtype)])
+
+    attn._extend_rotary_embeddings = grow

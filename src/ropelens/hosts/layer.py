@@ -38,6 +38,7 @@ class LayerView:
         v, output: The values, and what the model's own attention made of them, where it does not.
         tables: The (cos, sin) that the layer may have rotated with, a position a row.
         given: What the model handed to its attention function, by name, where there is one.
+        doubt: Why the host itself does not trust the layer, or "".
     """
 
     q: Float[Tensor, "batch pos head d_head"]
@@ -48,6 +49,7 @@ class LayerView:
     output: Float[Tensor, "batch pos head d_value"] | None = None
     tables: tuple[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]], ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
+    doubt: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,6 +61,18 @@ class LensHost(Host):
         return self.claimed(layer)
 
     def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
+        return self._probe(ids, [])
+
+    def probe_turns(self, token: int, n: int) -> list[LayerView]:
+        # Each layer starts from the same state at every position: sinks, and all else that attends to
+        # a different number of keys at each, would make it differ from the second layer on.
+        def same(state: Tensor, hook: Any) -> Tensor:
+            return state[:, :1].expand_as(state)
+
+        ids = torch.full((1, n), token, device=self.device)
+        return self._probe(ids, [(f"blocks.{layer}.hook_resid_pre", same) for layer in range(self.n_layers)])
+
+    def _probe(self, ids: Int64[Tensor, "batch pos"], edits: list[tuple[str, Hook]]) -> list[LayerView]:
         seen: dict[str, Tensor] = {}
 
         def keep(value: Tensor, hook: Any) -> None:
@@ -71,13 +83,9 @@ class LensHost(Host):
         for layer in layers:
             self._require_points(layer)
         names = [n for layer in layers for n in (*self.points(layer), *self.rotary_points(layer))]
-        with torch.no_grad(), self.alone(), self.attached([(name, keep) for name in names]):
+        with torch.no_grad(), self.alone(), self.attached([*edits, *((name, keep) for name in names)]):
             self.run(ids, None, logits=False)
         return [self._view(layer, seen) for layer in layers]
-
-    def probe_turns(self, token: int, n: int) -> list[LayerView]:
-        # Attention over equal values gives the same at each position.
-        return self.probe(torch.full((1, n), token, device=self.device))
 
     def _view(self, layer: int, seen: dict[str, Tensor]) -> LayerView:
         for name in self.points(layer):
@@ -141,6 +149,7 @@ class LensHost(Host):
                         f"layer {layer}: {q.shape[1]} queries and {k.shape[1]} keys for {scores.shape[-1]} "
                         "positions: measure without a key-value cache (use_past_kv_cache=False)"
                     )
+                self.require_steady(q.shape[1])
                 mask = read_mask(scores)
                 if is_first:
                     first["mask"] = mask

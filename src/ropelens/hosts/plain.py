@@ -21,7 +21,7 @@ from ropelens.bands import Bands, pair_dims
 from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.layer import LayerClaim, LayerSpec, LayerView, Rotation
 from ropelens.hosts.masks import is_certified, pads_at_ends, visible_keys
-from ropelens.hosts.rotary import rotations_from
+from ropelens.hosts.rotary import rotations_from, steady_length
 from ropelens.hosts.taps import Call, Tap, implementation_of, switched, tapped
 
 
@@ -52,6 +52,10 @@ class PlainHost(Host):
     @property
     def context(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def steady(self) -> int | None:
+        return steady_length(self.config)
 
     @property
     def embedding(self) -> Float[Tensor, "token d_model"]:
@@ -167,6 +171,7 @@ class PlainHost(Host):
                         f"layer {call.layer}: {q.shape[1]} queries for {k.shape[1]} keys: measure without a "
                         "key-value cache (use_cache=False)"
                     )
+                self.require_steady(q.shape[1])
                 spec = self.certificate.layers[call.layer]
                 mask, sound = masks.read(call, spec.window)
                 consume(call.layer, q, k, mask, sound & (call.used and _as_certified(call, spec)))

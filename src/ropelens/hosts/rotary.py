@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -48,3 +50,17 @@ def _exact(ladder: Float[Tensor, " band"], module: torch.nn.Module, rtol: float)
             if torch.allclose(exact, ladder, rtol=rtol, atol=0):
                 return exact
     return ladder
+
+
+def steady_length(config: Any) -> int | None:
+    """Returns the length up to which a transformers model keeps its frequencies; None if it always does."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = parameters.values() if all(isinstance(p, dict) for p in parameters.values()) else [parameters]
+    lengths = []
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            original = kind.get("original_max_position_embeddings")
+            lengths.append(original or config.original_max_position_embeddings)
+        elif kind.get("rope_type") == "dynamic":
+            lengths.append(config.max_position_embeddings)
+    return min(lengths, default=None)

@@ -88,6 +88,7 @@ def tokens_of(
             f"expected at most {host.context} tokens, the context of this model, got {ids.shape[1]}: cut "
             "the text into windows and pass them as rows of a batch"
         )
+    host.require_steady(ids.shape[1])
     return Tokens(ids.to(host.device), None if mask is None else mask.to(host.device))
 
 
