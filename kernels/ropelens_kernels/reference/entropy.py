@@ -205,7 +205,9 @@ def entropy(
     else:
         found = first_pass(inputs, split_first, compiled)
     missed = inputs.counted[:, None] & ~(found.residual <= WARY * tol)
-    for row, heads, queries in _picked(inputs, missed):
+    if inputs.q.dtype == torch.float32:
+        again(inputs, found, missed, tol)
+    for row, heads, queries in _picked(inputs, missed & ~(found.residual <= WARY * tol)):
         q, k, seen, sink = _taken(inputs, row, heads, queries)
         new = refined(q, k, seen, inputs, sink, tol, found.at(row, heads, queries))
         found.put(row, heads, queries, new)
@@ -217,6 +219,17 @@ def entropy(
         edges=edges,
         method="adaptive, fused" if first_rule else "adaptive, compiled" if compiled else "adaptive",
     )
+
+
+def again(inputs: Inputs, found: Rows, missed: Bool[Tensor, "batch head query"], tol: float) -> None:
+    """Redoes rows by the second rule in float32, far cheaper than the ladder, and keeps what agrees."""
+    for row, heads, queries in _picked(inputs, missed):
+        q, k, seen, sink = _taken(inputs, row, heads, queries)
+        new = rows(q, k, seen, SECOND, inputs, sink, found.first is not None)
+        close = (new.drop - found.drop[row, heads, queries]).norm(dim=-1) <= 10 * tol
+        good = (close & (new.residual <= WARY * tol)).nonzero()[:, 0]
+        first = None if new.first is None else new.first[good]
+        found.put(row, heads[good], queries[good], Rows(new.drop[good], first, new.residual[good]))
 
 
 def first_pass(inputs: Inputs, split_first: bool, compiled: bool = False) -> Rows:
