@@ -38,7 +38,7 @@ def inspect(
         table, alike = inspect_table(found)
         Console().print(table)
         typer.echo(alike)
-        for layer, why in found["refused"].items():
+        for layer, why in enumerate(found["refused"].tolist()):
             if why:
                 typer.echo(f"layer {layer} is refused: {why.removeprefix(f'layer {layer}: ')}")
 
@@ -49,7 +49,7 @@ def inspect_table(found: pd.DataFrame) -> tuple[Table, str]:
     from rich.table import Table
 
     shown = found.drop(columns=["refused", "host", "queries", "keys"])
-    alike = [name for name in shown if shown[name].nunique(dropna=False) == 1]
+    alike = [name for name in shown if len(shown[name].drop_duplicates()) == 1]
     words = [f"{name.replace('_', ' ')} {_cell(shown[name].iloc[0])}" for name in alike]
     words = [word for word in words if not word.endswith(" -")]
     at = f"{found['queries'].iloc[0]} and {found['keys'].iloc[0]}"
@@ -58,12 +58,12 @@ def inspect_table(found: pd.DataFrame) -> tuple[Table, str]:
     for name in ("layer", *columns):
         table.add_column(name.replace("_", " "), justify="right")
     for layer, row in shown.iterrows():
-        table.add_row(str(layer), *(_cell(row[name]) for name in columns))
+        table.add_row(str(layer), *(_cell(value) for value in row[columns].tolist()))
     first = f"{found['host'].iloc[0]}, read at {at}"
     return table, first + (f"; in all layers: {', '.join(words)}" if words else "")
 
 
 def _cell(value: Any) -> str:
-    if value is None or value != value or str(value) == "<NA>":
+    if str(value) in ("None", "nan", "<NA>"):
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
