@@ -179,7 +179,7 @@ def show(lines: list[Line], title: str, as_json: bool) -> None:
         rows = [{k: None if v != v else v for k, v in asdict(x).items()} for x in lines]
         print(json.dumps(rows, indent=1))
         return
-    print(f"{title}; torch {torch.__version__}, {torch.get_num_threads()} threads, no torch.compile")
+    print(f"{title}; torch {torch.__version__}, {torch.get_num_threads()} threads")
     print("| op | method | T | seconds | baseline | ratio | worst relative error | peak MB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for x in lines:
