@@ -106,9 +106,8 @@ def _run(inputs: Inputs, tol: float, method: str, fused: bool, edges: tuple[int,
         found = harmonic(inputs, tol, edges=edges)
     else:
         return _exact(method, by_sorting(inputs) if method == "sorted" else pairwise(inputs))
-    met = bool((found.estimate <= tol * found.size).all())
     name = "harmonic, fused" if fused else "harmonic"
-    return _Found(name, found.values, found.bound, found.estimate, found.by_position, met)
+    return _Found(name, found.values, found.bound, found.estimate, found.by_position, found.meets(tol))
 
 
 def _exact(method: str, values: Float64[Tensor, "batch head band"]) -> _Found:

@@ -40,6 +40,10 @@ class Harmonic(NamedTuple):
     m: int
     by_position: Float64[Tensor, "batch span head band"] | None = None
 
+    def meets(self, tol: float) -> bool:
+        """Whether every estimate is within the tolerance."""
+        return bool((self.estimate <= tol * self.size).all())
+
 
 @cache
 def series(m: int) -> Rule:
@@ -96,7 +100,7 @@ def harmonic(
     """
     for m in ladder[:-1]:
         found = _attempt(inputs, m, rule, block, edges)
-        if (found.estimate <= tol * found.size).all():
+        if found.meets(tol):
             return found
     return _attempt(inputs, ladder[-1], rule, block, edges)
 

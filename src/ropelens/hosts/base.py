@@ -48,10 +48,6 @@ class Host(ABC):
 
     @property
     @abstractmethod
-    def vocab_size(self) -> int: ...
-
-    @property
-    @abstractmethod
     def context(self) -> int | None:
         """The longest sequence that the model takes, in tokens."""
         ...
@@ -149,6 +145,10 @@ class Host(ABC):
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.shape[0]
 
     @property
     def bands(self) -> Bands:

@@ -43,10 +43,6 @@ class BridgeHost(LensHost):
         return len(self.model.blocks)
 
     @property
-    def vocab_size(self) -> int:
-        return self.embedding.shape[0]
-
-    @property
     def context(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 

@@ -29,10 +29,6 @@ class HookedHost(LensHost):
         return self.model.cfg.n_layers
 
     @property
-    def vocab_size(self) -> int:
-        return self.model.cfg.d_vocab
-
-    @property
     def context(self) -> int | None:
         return self.model.cfg.n_ctx
 

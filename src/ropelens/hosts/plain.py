@@ -46,10 +46,6 @@ class PlainHost(Host):
         return self.config.num_hidden_layers
 
     @property
-    def vocab_size(self) -> int:
-        return self.embedding.shape[0]
-
-    @property
     def context(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 
