@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from ropelens.bands import Bands, pair_dims
-from ropelens.plots import TEMPLATE, attribution_heatmap, band_heatmap, band_spectrum, tokens_html
+from ropelens.plots import (
+    TEMPLATE,
+    attribution_heatmap,
+    band_heatmap,
+    band_spectrum,
+    layer_profiles,
+    shares_by_position,
+    tokens_html,
+)
 from ropelens.plots.scores import colour_range
 from ropelens.plots.style import band_axis, tokens_label
 from ropelens.scores import BandAttribution, BandScores
@@ -173,3 +181,24 @@ def test_tokens_can_be_shaded_by_one_band() -> None:
     page = tokens_html(result, result.values[:, 1])
     assert 'title="0: 0.1" style="background:#d9730db4"' in page
     assert 'title="1: -0.05" style="background:#2f7fc180"' in page
+
+
+def test_layer_profiles_show_medians_and_quartiles() -> None:
+    values = torch.tensor([[[1.0, 0, 0, 0], [1.0, 1, 0, 0], [1.0, 1, 1, 1]]]).double()
+    frame = scores_of(values, Bands.uniform(1, 8, 10_000.0)).profile()
+    figure = layer_profiles({"activation": frame})
+    lines = {(trace.yaxis, trace.hoverinfo == "skip"): list(trace.y) for trace in figure.data}
+    assert lines["y2", False] == pytest.approx([2])
+    assert lines["y2", True] == pytest.approx([3, 1.5])
+    assert lines["y", False] == pytest.approx([2 * math.pi * 10**0.5])
+    with pytest.raises(ValueError, match="at least one profile"):
+        layer_profiles({})
+
+
+def test_shares_by_position_leave_empty_spans_out() -> None:
+    shares = torch.tensor([[0.25, 0.75], [math.nan, math.nan], [0.5, 0.5]]).double()
+    figure = shares_by_position(shares, edges=(32, 64), names=("fast", "slow"))
+    assert [list(trace.y) for trace in figure.data] == [[0.25, 0.5], [0.75, 0.5]]
+    assert list(figure.data[0].x) == ["0+", "64+"]
+    with pytest.raises(ValueError, match="2 spans and 2 ranges"):
+        shares_by_position(shares, edges=(32,), names=("fast", "slow"))

@@ -423,3 +423,32 @@ def test_without_the_first_key_and_by_position(two_layers):
         two_layers.without_first()
     with pytest.raises(ValueError, match="not kept apart by position"):
         two_layers.mean_by_position()
+
+
+def test_profile_worked_out_by_hand() -> None:
+    bands = Bands.uniform(1, 8, base=10_000.0)  # wavelengths 2 pi times 1, 10, 100, 1000
+    values = [[[-1.0, -1.0, -1.0, 1.0], [0, -3.0, 0, -1.0], [0, 0, 0, 0]]]
+    frame = scores_of(values, bands).profile()
+    assert frame["total"].tolist() == [-2, -4, 0]
+    expected = [2 * math.pi * 10**1.5, 2 * math.pi * 10 ** (0.75 * 1 + 0.25 * 3), math.nan]
+    assert frame["centroid"].tolist() == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    two = math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+    assert frame["effective_bands"].tolist() == pytest.approx([4, two, math.nan], rel=1e-12, nan_ok=True)
+    assert frame["top_band"].tolist()[1] == 1
+    assert frame["top_share"].tolist() == [0.25, 0.75, 0]
+    assert frame["top_wavelength"].tolist()[1] == pytest.approx(20 * math.pi)
+
+
+def test_profile_leaves_out_bands_that_do_not_exist_or_turn() -> None:
+    wide = Bands.stack(
+        [
+            (torch.tensor([1.0, 0.1], dtype=torch.float64), pair_dims(4, False), 0, 1.0),
+            (torch.tensor([0.1, 0.0, 1e-3], dtype=torch.float64), pair_dims(6, False), 0, 1.0),
+        ]
+    )
+    values = [[[2.0, 2.0, NAN]], [[1.0, 5.0, 1.0]]]
+    frame = scores_of(values, wide).profile()
+    assert frame["total"].tolist() == [4, 7]
+    expected = [2 * math.pi * 10**0.5, 2 * math.pi * 100]
+    assert frame["centroid"].tolist() == pytest.approx(expected, rel=1e-12)
+    assert math.isinf(frame["top_wavelength"].tolist()[1])

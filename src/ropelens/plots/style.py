@@ -11,6 +11,7 @@ from torch import Tensor
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 BLUE, ORANGE = "#2f7fc1", "#d9730d"
+COLOURS = [BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c"]
 
 # Blue is below 0, orange above; the middle is the page, so that nothing shows where nothing is.
 DIVERGING = [[0, "#08447e"], [0.25, "#5b9bd0"], [0.5, "#f7f7f5"], [0.75, "#efa45c"], [1, "#9c4204"]]
@@ -22,7 +23,7 @@ TEMPLATE = go.layout.Template(
         "font": {"family": FONT, "size": 13, "color": "#24292f"},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "colorway": [BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c"],
+        "colorway": COLOURS,
         "colorscale": {"diverging": DIVERGING, "sequential": SEQUENTIAL},
         "margin": {"l": 56, "r": 16, "t": 48, "b": 56},
         "hoverlabel": {"align": "left"},
@@ -34,6 +35,7 @@ TEMPLATE = go.layout.Template(
 _LABELS = {
     "entropy": "entropy drop (nats)",
     "activation": "activation (logit units)",
+    "norm_product": "norm product (logit units)",
     "fisher": "Fisher information",
     "random": "random",
 }

@@ -319,6 +319,21 @@ class BandScores:
         columns |= {"wavelength": self.bands.wavelength[layer, band], "value": self.values[self.exists]}
         return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
 
+    def profile(self) -> pd.DataFrame:
+        """Returns how each head spreads the metric over its bands: one row a layer and head.
+
+        Shares are those of `|values|` among the bands of the head; `rest` is left out.
+
+        Returns:
+            layer, head; total (the sum of `values`); centroid (the mean wavelength in tokens,
+            geometric, weighted by shares); effective_bands (exp of the shares' entropy: 1 = one band
+            has all, n = n bands have the same); top_band, top_wavelength, top_share (the strongest
+            band). A head whose values are all 0 has no centroid and no effective bands.
+        """
+        from ropelens.scores.profile import profile
+
+        return profile(self)
+
     def plot(self, **kwargs: Any) -> Figure:
         """Returns a layer x band heatmap with a head selector; see `ropelens.plots.band_heatmap`."""
         from ropelens.plots import band_heatmap  # plots import scores: the one arrow that points back

@@ -1,0 +1,108 @@
+"""Figures of how heads spread a metric over their bands: by layer, and along the context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Float64
+from plotly.subplots import make_subplots
+from torch import Tensor
+
+from ropelens.plots.style import COLOURS, TEMPLATE, tokens_label
+
+
+def layer_profiles(profiles: Mapping[str, pd.DataFrame]) -> go.Figure:
+    """Returns the centroid and the effective number of bands by layer, one line a metric.
+
+    Lines are the median over the heads of a layer, the shade holds the middle half of them.
+
+    Args:
+        profiles: What `BandScores.profile` returned, by the name to show.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not profiles:
+        raise ValueError("expected at least one profile to show, got none")
+    figure = make_subplots(1, 2, horizontal_spacing=0.12)
+    for i, (name, frame) in enumerate(profiles.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        for column, value in enumerate(("centroid", "effective_bands"), start=1):
+            by_layer = frame.groupby("layer")[value]
+            low, middle, high = (by_layer.quantile(q).tolist() for q in (0.25, 0.5, 0.75))
+            layers = sorted(frame["layer"].unique().tolist())
+            figure.add_scatter(
+                x=[*layers, *layers[::-1]],
+                y=[*high, *low[::-1]],
+                fill="toself",
+                fillcolor=colour,
+                opacity=0.18,
+                line={"width": 0},
+                hoverinfo="skip",
+                showlegend=False,
+                row=1,
+                col=column,
+            )
+            figure.add_scatter(
+                x=layers,
+                y=middle,
+                name=name,
+                line={"color": colour, "width": 2},
+                showlegend=column == 1,
+                hovertemplate="layer %{x}<br>%{y:.4g}<extra>" + name + "</extra>",
+                row=1,
+                col=column,
+            )
+    figure.update_layout(
+        template=TEMPLATE,
+        height=360,
+        yaxis={"title": {"text": "centroid (tokens)"}, "type": "log"},
+        yaxis2={"title": {"text": "effective number of bands"}, "rangemode": "tozero"},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    )
+    figure.update_xaxes(title_text="layer")
+    return figure
+
+
+def shares_by_position(
+    shares: Float64[Tensor, "span range"], edges: Sequence[int], names: Sequence[str]
+) -> go.Figure:
+    """Returns how the shares of ranges of wavelengths change along the context, one line a range.
+
+    Args:
+        shares: A share for each span of positions and each range; NaN where a span counts nothing.
+        edges: The first position of the second span, of the third, and so on.
+        names: The ranges.
+
+    Raises:
+        ValueError: If shapes do not agree.
+    """
+    if shares.shape != (len(edges) + 1, len(names)):
+        raise ValueError(
+            f"expected shares of {len(edges) + 1} spans and {len(names)} ranges, got {list(shares.shape)}"
+        )
+    starts = [0.0, *map(float, edges)]
+    known = [i for i in range(len(starts)) if not shares[i].isnan().any()]
+    labels = [f"{tokens_label(starts[i]) if i else 0}+" for i in known]
+    figure = go.Figure(
+        [
+            go.Scatter(
+                x=labels,
+                y=shares[known, column].tolist(),
+                name=name,
+                mode="lines+markers",
+                hovertemplate="from %{x}<br>%{y:.3f}<extra>" + name + "</extra>",
+            )
+            for column, name in enumerate(names)
+        ]
+    )
+    figure.update_layout(
+        template=TEMPLATE,
+        height=340,
+        xaxis={"title": {"text": "position of the query (tokens)"}, "type": "category"},
+        yaxis={"title": {"text": "share"}, "rangemode": "tozero"},
+        legend={"title": {"text": "wavelength"}},
+    )
+    return figure
