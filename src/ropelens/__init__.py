@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ropelens import circuits as circuits
     from ropelens.bands import Bands
     from ropelens.data import windows
     from ropelens.hooks import activation_hooks, entropy_hooks, observe
@@ -61,7 +62,12 @@ _HOME = {
 }
 
 
+_PACKAGES = {"circuits"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"ropelens.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'ropelens' has no attribute {name!r}")
     value = getattr(import_module(f"ropelens.{_HOME[name]}"), name)
@@ -70,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
