@@ -56,7 +56,7 @@ def test_a_padded_batch_is_edited_as_each_text_alone(family: str, host: str, sid
     seen_by = host_of(make(family, host))
     texts, ids, mask = padded(side)
     turn = torch.linspace(0.2, 2, 8).double()
-    edits = {0: lambda x: x * turn, 1: lambda x: x * turn.flip(0)}
+    edits = {0: lambda x, at: x * turn, 1: lambda x, at: x * turn.flip(0)}
     with Double(), torch.no_grad(), seen_by.editing(queries=edits, keys=edits):
         whole = seen_by.run(ids, mask > 0)
         assert whole is not None
@@ -71,7 +71,7 @@ def test_edits_hold_in_cached_generation_of_a_hooked_transformer():
     """It rotates all keys again at every step, and each is edited once."""
     model: Any = make("llama", "hooked")
     ids, turn = tiny.ids(1, 10), torch.linspace(0.2, 3, 8).double()
-    edits = {0: lambda x: x * turn}
+    edits = {0: lambda x, at: x * turn}
     settings = {"max_new_tokens": 12, "do_sample": False, "stop_at_eos": False, "verbose": False}
     with host_of(model).editing(queries=edits, keys=edits):
         cached = model.generate(ids, use_past_kv_cache=True, **settings)

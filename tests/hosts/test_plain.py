@@ -259,11 +259,11 @@ def test_the_users_edits_are_measured_as_edited(model: Any):
 def test_edits_before_an_observation_are_measured_and_those_after_are_refused(model: Any):
     host, ids = host_of(model), tiny.ids()
     bare = rl.band_activation(model, ids)
-    with host.editing(queries={1: lambda q: 2 * q}, keys={1: lambda k: 3 * k}):
+    with host.editing(queries={1: lambda q, at: 2 * q}, keys={1: lambda k, at: 3 * k}):
         edited = rl.band_activation(model, ids)
     torch.testing.assert_close(edited.values[1], 6 * bare.values[1], rtol=1e-12, atol=0)
     assert torch.equal(rl.band_activation(model, ids).values, bare.values)
-    with rl.observe(model) as seen, host.editing(keys={1: lambda k: 3 * k}):
+    with rl.observe(model) as seen, host.editing(keys={1: lambda k, at: 3 * k}):
         model(ids)
     with pytest.raises(ValueError, match=f"layer 1: {NOT_SEEN}"):
         _ = seen.scores
@@ -279,7 +279,7 @@ def test_an_edit_is_the_bridges(family: str, attention: str):
     with Double(), torch.no_grad():
         logits = []
         for host in (host_of(plain), host_of(bridge)):
-            edits = {1: lambda x: x * turn}
+            edits = {1: lambda x, at: x * turn}
             with host.editing(queries=edits, keys=edits):
                 logits.append(host.run(ids, None))
         bare = host_of(plain).run(ids, None)
@@ -289,7 +289,7 @@ def test_an_edit_is_the_bridges(family: str, attention: str):
 
 def test_edits_hold_in_generation_with_a_cache(model: Any):
     ids, turn = tiny.ids(1, 10), torch.linspace(0.2, 3, 8).double()
-    edits = {0: lambda x: x * turn}
+    edits = {0: lambda x, at: x * turn}
     settings = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with Double(), host_of(model).editing(queries=edits, keys=edits):
         cached = model.generate(ids, use_cache=True, **settings)

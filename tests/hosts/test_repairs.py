@@ -49,7 +49,7 @@ def test_their_edits_reach_the_logits():
     with Double(), torch.no_grad():
         logits = []
         for seen_by in (host, plain):
-            with seen_by.editing(queries={1: lambda q: q * turn}, keys={0: lambda k: k * turn}):
+            with seen_by.editing(queries={1: lambda q, at: q * turn}, keys={0: lambda k, at: k * turn}):
                 logits.append(seen_by.run(tiny.ids(1), None))
         bare = plain.run(tiny.ids(1), None)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-11)
@@ -88,7 +88,7 @@ def test_cached_generation_that_was_right_stays_so():
 @pytest.mark.filterwarnings(RENAMED)
 def test_edits_hold_in_cached_generation():
     model, turn = tiny.bridge(tiny.plain("llama")), torch.linspace(0.2, 3, 8).double()
-    edits = {0: lambda x: x * turn}
+    edits = {0: lambda x, at: x * turn}
     bare = generated(model, cached=False)
     with host_of(model).editing(queries=edits, keys=edits):
         cached = generated(model, cached=True)

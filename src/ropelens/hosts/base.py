@@ -22,8 +22,12 @@ Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 just these queries and keys under the certified mask.
 """
 
-Edit = Callable[[Tensor], Tensor]
-"""Takes post-rotary queries (or keys) `[batch, pos, head, d_head]` and returns those to attend with."""
+Edit = Callable[[Tensor, Int64[Tensor, "batch pos"]], Tensor]
+"""Takes post-rotary queries (or keys) `[batch, pos, head, d_head]` and returns those to attend with.
+
+The second argument is the absolute position of each row, as the model turned it; at pads, which
+nothing attends to, it means nothing.
+"""
 
 
 class Host(ABC):
@@ -118,8 +122,11 @@ class Host(ABC):
     ) -> AbstractContextManager[None]:
         """Makes the given layers attend with edited queries and keys inside the block.
 
-        An edit must treat all positions alike: with a key-value cache some hosts show it new keys
-        only, others all keys again. Each key is edited once before it is attended to.
+        With a key-value cache some hosts show an edit new keys only, others all keys again. Each key is
+        edited once before it is attended to, so an edit may depend on nothing but a row and its position.
+
+        Raises:
+            ValueError: If the positions cannot be told.
         """
         ...
 

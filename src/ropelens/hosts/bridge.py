@@ -19,6 +19,7 @@ from torch import Tensor
 from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
 from ropelens.hosts.lens import LensHost
+from ropelens.hosts.positions import RotaryPositions
 from ropelens.hosts.rotary import rotations_from, steady_length
 
 CACHES = ("cache", "past_key_values", "layer_past")  # what transformers has called it
@@ -57,6 +58,9 @@ class BridgeHost(LensHost):
     @property
     def module(self) -> torch.nn.Module:
         return self.model.original_model
+
+    def positions(self) -> RotaryPositions:
+        return RotaryPositions(self.module)
 
     def claimed(self, layer: int) -> LayerClaim:
         attn = getattr(self.model.blocks[layer], "attn", None)

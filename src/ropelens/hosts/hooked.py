@@ -13,6 +13,8 @@ from torch import Tensor
 from ropelens.bands import pair_dims
 from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
 from ropelens.hosts.lens import LensHost
+from ropelens.hosts.positions import HookedPositions
+from ropelens.hosts.rotary import amplitude_of
 
 
 class HookedHost(LensHost):
@@ -40,6 +42,9 @@ class HookedHost(LensHost):
     def module(self) -> torch.nn.Module:
         return self.model
 
+    def positions(self) -> HookedPositions:
+        return HookedPositions(self.model)
+
     def claimed(self, layer: int) -> LayerClaim:
         attn, cfg = self.model.blocks[layer].attn, self.model.cfg
         return LayerClaim(
@@ -58,7 +63,7 @@ class HookedHost(LensHost):
         adjacent = bool(cfg.rotary_adjacent_pairs)
         pairs = pair_dims(cfg.rotary_dim, adjacent)
         first = pairs[:, 0].to(sin.device)
-        amplitude = float(torch.hypot(sin, cos).mean())
+        amplitude = amplitude_of(attn.rotary_cos[1], attn.rotary_sin[1])
         rotation = Rotation(torch.atan2(sin, cos)[first].cpu(), pairs, amplitude)
         if layer == 0:
             _warn_if_unlike_the_original(cfg, rotation)

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerSpec, LayerView
 from ropelens.hosts.masks import is_certified, pads_at_ends, visible_keys
+from ropelens.hosts.positions import Positions
 
 Hook = Callable[[Tensor, Any], Tensor | None]
 """TransformerLens's hook contract: `(activation, hook_point)` to None, or to the new activation."""
@@ -28,6 +30,11 @@ class LensHost(Host):
     @abstractmethod
     def claimed(self, layer: int) -> LayerClaim:
         """Returns what the model's settings say of the layer's scores."""
+        ...
+
+    @abstractmethod
+    def positions(self) -> Positions:
+        """Returns what tells where queries and keys stand."""
         ...
 
     def rotary_points(self, layer: int) -> tuple[str, ...]:
@@ -109,12 +116,21 @@ class LensHost(Host):
     def observing(self, layers: Sequence[int], consume: Consumer) -> AbstractContextManager[None]:
         return self.attached(self.layer_hooks(layers, consume))
 
+    @contextmanager
     def editing(
         self, queries: Mapping[int, Edit] | None = None, keys: Mapping[int, Edit] | None = None
-    ) -> AbstractContextManager[None]:
-        hooks = [(self.points(layer)[0], _edit_hook(edit)) for layer, edit in (queries or {}).items()]
-        hooks += [(self.points(layer)[1], _edit_hook(edit)) for layer, edit in (keys or {}).items()]
-        return self.attached(hooks)
+    ) -> Iterator[None]:
+        queries, keys, positions = queries or {}, keys or {}, self.positions()
+        hooks = [
+            (self.points(layer)[0], _edit_hook(edit, partial(positions.queries, layer)))
+            for layer, edit in queries.items()
+        ]
+        hooks += [
+            (self.points(layer)[1], _edit_hook(edit, partial(positions.keys, layer)))
+            for layer, edit in keys.items()
+        ]
+        with positions.watching(sorted({*queries, *keys})), self.attached(hooks):
+            yield
 
     def fast(self) -> AbstractContextManager[None]:
         return nullcontext()  # a hook point for the scores leaves no other way
@@ -201,9 +217,9 @@ class LensHost(Host):
                 point._forward_hooks.update(before)
 
 
-def _edit_hook(edit: Edit) -> Hook:
+def _edit_hook(edit: Edit, positions: Callable[[Tensor], Tensor]) -> Hook:
     def hook(value: Tensor, hook: Any) -> Tensor:
-        return edit(value)
+        return edit(value, positions(value))
 
     return hook
 

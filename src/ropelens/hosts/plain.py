@@ -21,6 +21,7 @@ from ropelens.bands import Bands, pair_dims
 from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.layer import LayerClaim, LayerSpec, LayerView, Rotation
 from ropelens.hosts.masks import is_certified, pads_at_ends, visible_keys
+from ropelens.hosts.positions import RotaryPositions
 from ropelens.hosts.rotary import rotations_from, steady_length
 from ropelens.hosts.taps import Call, Tap, implementation_of, switched, tapped
 
@@ -174,10 +175,14 @@ class PlainHost(Host):
 
         return tapped(self.owner, Tap(observe=look))
 
+    @contextmanager
     def editing(
         self, queries: Mapping[int, Edit] | None = None, keys: Mapping[int, Edit] | None = None
-    ) -> AbstractContextManager[None]:
-        return tapped(self.owner, Tap(queries or {}, keys or {}))
+    ) -> Iterator[None]:
+        queries, keys, positions = queries or {}, keys or {}, RotaryPositions(self.model)
+        tap = Tap(queries, keys, positions=positions)
+        with positions.watching(sorted({*queries, *keys})), tapped(self.owner, tap):
+            yield
 
     def fast(self) -> AbstractContextManager[None]:
         """SDPA, whatever was set; not with a softcap or sinks, which it does not know."""

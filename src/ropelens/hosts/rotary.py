@@ -23,9 +23,8 @@ def rotations_from(
     """
     # A table in half precision shows its angles to that precision only.
     rtol = max(2e-6, torch.finfo(cos.dtype).eps)
-    cos, sin = cos[1].double(), sin[1].double()
+    cos, sin, amplitude = cos[1].double(), sin[1].double(), amplitude_of(cos[1], sin[1])
     angle, width = torch.atan2(sin, cos).cpu(), cos.shape[-1]
-    amplitude = float(torch.hypot(sin, cos).mean())
     ladders = []
     if width % 2 == 0:
         if torch.equal(angle[: width // 2], angle[width // 2 :]):
@@ -40,6 +39,14 @@ def rotations_from(
         if 2 * len(ladder) <= d_head
         for adjacent in (False, True)
     ]
+
+
+def amplitude_of(cos: Float[Tensor, " width"], sin: Float[Tensor, " width"]) -> float:
+    """Returns the factor in a row of cos and sin; 1 where it is 1 as far as their precision goes."""
+    # In float64 models too, the tables are made in single precision.
+    eps = max(torch.finfo(cos.dtype).eps, torch.finfo(torch.float32).eps)
+    amplitude = float(torch.hypot(sin.double(), cos.double()).mean())
+    return 1.0 if abs(amplitude - 1) <= eps else amplitude
 
 
 def _exact(ladder: Float[Tensor, " band"], module: torch.nn.Module, rtol: float) -> Float[Tensor, " band"]:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ropelens.hosts.base import Edit
+from ropelens.hosts.positions import Positions
 
 OURS = "ropelens-"
 
@@ -52,7 +54,21 @@ class Tap:
 
     queries: Mapping[int, Edit] = field(default_factory=dict)
     keys: Mapping[int, Edit] = field(default_factory=dict)
+    positions: Positions | None = None  # of what is edited
     observe: Callable[[Call], None] | None = None
+
+    def edited(self, layer: int, q: Tensor, k: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+        """Returns queries and keys, by transformers' axes, as this tap would have them."""
+        if self.positions is None:
+            return q, k
+        if layer in self.queries:
+            rows = q.transpose(1, 2)
+            q = self.queries[layer](rows, self.positions.queries(layer, rows)).transpose(1, 2)
+        if layer in self.keys:
+            rows = k.transpose(1, 2)
+            _require_no_room(layer, mask, q, k)
+            k = self.keys[layer](rows, self.positions.keys(layer, rows)).transpose(1, 2)
+        return q, k
 
 
 class TappedAttention:
@@ -80,10 +96,7 @@ class TappedAttention:
             )
         q, k, seen = query, key, []
         for tap in list(self.taps):
-            if layer in tap.queries:
-                q = tap.queries[layer](q.transpose(1, 2)).transpose(1, 2)
-            if layer in tap.keys:
-                k = tap.keys[layer](k.transpose(1, 2)).transpose(1, 2)
+            q, k = tap.edited(layer, q, k, attention_mask)
             if tap.observe is not None:
                 seen.append((tap.observe, q, k))
         found = self._attend(module)(module, q, k, value, attention_mask, **options)
@@ -117,6 +130,18 @@ class TappedAttention:
         raise ValueError(
             f"{type(module).__name__} has no eager_attention_forward beside it: load the model with "
             'attn_implementation="sdpa"'
+        )
+
+
+def _require_no_room(layer: int, mask: Any, q: Tensor, k: Tensor) -> None:
+    """Refuses a cache with room for keys to come: the new keys do not end it, so none can be placed."""
+    if k.shape[2] == q.shape[2] or not isinstance(mask, Tensor) or mask.ndim != 4:
+        return
+    last = mask[:, 0, -1, k.shape[2] - 1]
+    if not bool((last if mask.dtype == torch.bool else last > torch.finfo(mask.dtype).min / 2).any()):
+        raise ValueError(
+            f"layer {layer}: expected a key-value cache that ends with the newest key, got one with room for "
+            'more: keys are edited with cache_implementation="dynamic" only'
         )
 
 

@@ -208,7 +208,7 @@ def sample_labels(log_probs: Float[Tensor, "pos token"], seed: tuple[int, ...]) 
 
 
 def _multiply_by(gain: Float[Tensor, "head d_head"]) -> Edit:
-    def multiply(q: Tensor) -> Tensor:
+    def multiply(q: Tensor, positions: Tensor) -> Tensor:
         return q * gain.to(q.device, q.dtype)
 
     return multiply
