@@ -17,9 +17,10 @@ from ropelens.hosts.layer import Certificate, LayerClaim, LayerView, Rotation
 Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """Takes (layer, q, k, mask, sound) of one layer in one forward pass.
 
-`q [batch, pos, head, d_head]` and `k [batch, pos, kv_head, d_head]` are post-rotary and detached,
-`mask [batch, pos]` is True where a token is real, and `sound []` whether the model attends with
-just these queries and keys under the certified mask.
+`q [batch, query, head, d_head]` and `k [batch, key, kv_head, d_head]` are post-rotary and detached,
+`mask [batch, key]` is True where a token is real, and `sound []` whether the model attends with
+just these queries and keys under the certified mask. With a key-value cache a pass may have fewer
+queries than keys: they are the last ones, and each row goes on with the text of the pass before.
 """
 
 Edit = Callable[[Tensor, Int64[Tensor, "batch pos"]], Tensor]

@@ -29,6 +29,7 @@ class BridgeHost(LensHost):
     """Reads a TransformerBridge from the transformers model inside it."""
 
     kind = "TransformerBridge"
+    shows_new_keys_only = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -21,6 +21,7 @@ class HookedHost(LensHost):
     """Reads a HookedTransformer from its cfg and from its own rotary buffers."""
 
     kind = "HookedTransformer"
+    shows_new_keys_only = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

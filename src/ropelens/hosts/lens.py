@@ -18,6 +18,7 @@ from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerSpec, LayerView
 from ropelens.hosts.masks import is_certified, pads_at_ends, visible_keys
+from ropelens.hosts.passes import Passes
 from ropelens.hosts.positions import Positions
 
 Hook = Callable[[Tensor, Any], Tensor | None]
@@ -26,6 +27,9 @@ Hook = Callable[[Tensor, Any], Tensor | None]
 
 class LensHost(Host):
     """A TransformerLens model, read at its hook points."""
+
+    shows_new_keys_only: bool
+    """With a key-value cache: whether the keys' hook point shows those of the new tokens, or all again."""
 
     @abstractmethod
     def claimed(self, layer: int) -> LayerClaim:
@@ -137,7 +141,7 @@ class LensHost(Host):
 
     def layer_hooks(self, layers: Sequence[int], consume: Consumer) -> list[tuple[str, Hook]]:
         """Returns the hooks that hand the queries, keys and mask of each layer to `consume`."""
-        first: dict[str, Tensor] = {}  # the mask that the first of these layers shows
+        first: dict[str, Tensor] = {}  # which queries are real, as the first of these layers shows it
         at_first = min(layers, default=0)
         return [
             hook
@@ -150,6 +154,8 @@ class LensHost(Host):
     ) -> list[tuple[str, Hook]]:
         q_name, k_name, score_name = self.points(layer)
         seen: dict[str, Tensor] = {}
+        spec = self.certificate.layers[layer]
+        passes = Passes(layer, spec.window)
 
         def keep_q(q: Tensor, hook: Any) -> None:
             seen["q"] = q.detach()
@@ -160,18 +166,23 @@ class LensHost(Host):
         def take(scores: Tensor, hook: Any) -> None:
             with torch.no_grad():
                 q, k = seen.pop("q"), seen.pop("k")
-                if q.shape[1] != scores.shape[-1] or k.shape[1] != scores.shape[-1]:
+                n_queries, n_keys = scores.shape[-2:]
+                if self.shows_new_keys_only:
+                    k = passes.whole(k, n_keys)
+                if q.shape[1] != n_queries or k.shape[1] != n_keys:
                     raise ValueError(
-                        f"layer {layer}: {q.shape[1]} queries and {k.shape[1]} keys for {scores.shape[-1]} "
-                        "positions: measure without a key-value cache (use_past_kv_cache=False)"
+                        f"layer {layer}: expected {n_queries} queries and {n_keys} keys, as its scores have, "
+                        f"got {q.shape[1]} and {k.shape[1]}: observe generation with a key-value cache from "
+                        "its first pass on"
                     )
-                self.require_steady(q.shape[1])
-                mask = read_mask(scores)
+                own = read_mask(scores)
                 if is_first:
-                    first["mask"] = mask
-                elif first["mask"].shape == mask.shape:  # a row of pads may be NaN by now; pads it stays
-                    mask = mask & first["mask"].to(mask.device)
-                consume(layer, q, k, mask, is_sound(q, k, scores, mask, self.certificate.layers[layer]))
+                    first["own"] = own
+                elif first["own"].shape == own.shape:  # a row of pads may be NaN by now; pads it stays
+                    own = own & first["own"].to(own.device)
+                mask, goes_on = passes.add(own, k)
+                self.require_steady(passes.n_tokens)
+                consume(layer, q, k, mask, goes_on & is_sound(q, k, scores, mask, spec))
 
         return [(q_name, keep_q), (k_name, keep_k), (score_name, take)]
 
@@ -224,19 +235,20 @@ def _edit_hook(edit: Edit, positions: Callable[[Tensor], Tensor]) -> Hook:
     return hook
 
 
-def read_mask(scores: Float[Tensor, "batch head pos pos"]) -> Bool[Tensor, "batch pos"]:
-    """Returns which tokens are real: a query that sees itself is, nothing but a pad is hidden from itself.
+def read_mask(scores: Float[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
+    """Returns which queries are real: one that sees itself is, nothing but a pad is hidden from itself.
 
     NaN hides nothing: its tokens are real, and the metrics refuse them.
     """
-    return ~(scores[:, 0].diagonal(dim1=-2, dim2=-1) <= torch.finfo(scores.dtype).min / 2)
+    itself = scores[:, 0].diagonal(scores.shape[-1] - scores.shape[-2], dim1=-2, dim2=-1)
+    return ~(itself <= torch.finfo(scores.dtype).min / 2)
 
 
 def is_sound(
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos kv_head d_head"],
-    scores: Float[Tensor, "batch head pos pos"],
-    mask: Bool[Tensor, "batch pos"],
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key kv_head d_head"],
+    scores: Float[Tensor, "batch head query key"],
+    mask: Bool[Tensor, "batch key"],
     spec: LayerSpec,
 ) -> Bool[Tensor, ""]:
     """Returns whether the model attends with these queries and keys, under the certified mask.
@@ -244,21 +256,22 @@ def is_sound(
     Every score of every real query is rebuilt, in blocks, so that no hook that edits after ropelens's
     goes unnoticed. The answer stays on the device.
     """
-    n, low = scores.shape[-1], torch.finfo(scores.dtype).min / 2
+    (n_queries, n_keys), low = scores.shape[-2:], torch.finfo(scores.dtype).min / 2
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = spec.scale * q.to(dtype).transpose(1, 2), k.to(dtype).permute(0, 2, 3, 1)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    allowed = visible_keys(n, spec.window, scores.device)
+    allowed = visible_keys(n_keys, spec.window, scores.device, n_queries)
+    own = mask[:, n_keys - n_queries :]
     sound = pads_at_ends(mask)
     miss, top, bottom = (torch.zeros((), dtype=dtype, device=scores.device) for _ in range(3))
     step = max(1, 2**22 // scores[:, :, 0].numel())
-    for rows in (slice(start, start + step) for start in range(0, n, step)):
+    for rows in (slice(start, start + step) for start in range(0, n_queries, step)):
         shown = scores[:, :, rows] > low
-        sound = sound & is_certified(shown, mask, allowed[rows], rows)
+        sound = sound & is_certified(shown, mask, own[:, rows], allowed[rows])
         rebuilt = q[:, :, rows] @ k
         if spec.softcap is not None:
             rebuilt = spec.softcap * torch.tanh(rebuilt / spec.softcap)
-        counted = shown & mask[:, None, rows, None]  # what a pad sees does not matter
+        counted = shown & own[:, None, rows, None]  # what a pad sees does not matter
         seen = scores[:, :, rows].to(dtype).masked_fill(~counted, 0)
         miss = miss.maximum((rebuilt.masked_fill_(~counted, 0) - seen).abs().amax())
         top, bottom = top.maximum(seen.amax()), bottom.minimum(seen.amin())

@@ -7,9 +7,12 @@ from jaxtyping import Bool
 from torch import Tensor
 
 
-def visible_keys(n_keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Whether the key is the query or before it, and within the window."""
-    distance = torch.arange(n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
+def visible_keys(
+    n_keys: int, window: int | None, device: torch.device, n_queries: int | None = None
+) -> Bool[Tensor, "query key"]:
+    """Whether the key is the query or before it, and within the window; for the last `n_queries`."""
+    first = n_keys - (n_keys if n_queries is None else n_queries)
+    distance = torch.arange(first, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
@@ -17,12 +20,17 @@ def visible_keys(n_keys: int, window: int | None, device: torch.device) -> Bool[
 def is_certified(
     shown: Bool[Tensor, "batch heads row key"],
     mask: Bool[Tensor, "batch key"],
+    own: Bool[Tensor, "batch row"],
     allowed: Bool[Tensor, "row key"],
-    rows: slice = slice(None),
 ) -> Bool[Tensor, ""]:
-    """Whether the real queries among `rows` see the real keys that `allowed` names, and no others."""
+    """Whether the real queries see the real keys that `allowed` names, and no others.
+
+    Args:
+        mask: Which keys are real.
+        own: Which queries are.
+    """
     expected = (allowed & mask[:, None, :])[:, None]
-    return ((shown == expected) | ~mask[:, None, rows, None]).all()
+    return ((shown == expected) | ~own[:, None, :, None]).all()
 
 
 def pads_at_ends(mask: Bool[Tensor, "batch pos"]) -> Bool[Tensor, ""]:

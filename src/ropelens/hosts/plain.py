@@ -21,6 +21,7 @@ from ropelens.bands import Bands, pair_dims
 from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.layer import LayerClaim, LayerSpec, LayerView, Rotation
 from ropelens.hosts.masks import is_certified, pads_at_ends, visible_keys
+from ropelens.hosts.passes import Passes
 from ropelens.hosts.positions import RotaryPositions
 from ropelens.hosts.rotary import rotations_from, steady_length
 from ropelens.hosts.taps import Call, Tap, implementation_of, switched, tapped
@@ -156,21 +157,17 @@ class PlainHost(Host):
     # What is observed and edited --------------------------------------------------------------------
 
     def observing(self, layers: Sequence[int], consume: Consumer) -> AbstractContextManager[None]:
-        wanted, masks = set(layers), MaskReader()
+        specs, masks = self.certificate.layers, MaskReader()
+        passes = {layer: Passes(layer, specs[layer].window) for layer in layers}
 
         def look(call: Call) -> None:
-            if call.layer not in wanted:
+            if call.layer not in passes:
                 return
             with torch.no_grad():
                 q, k = call.q.detach().transpose(1, 2), call.k.detach().transpose(1, 2)
-                if q.shape[1] != k.shape[1]:
-                    raise ValueError(
-                        f"layer {call.layer}: {q.shape[1]} queries for {k.shape[1]} keys: measure without a "
-                        "key-value cache (use_cache=False)"
-                    )
-                self.require_steady(q.shape[1])
-                spec = self.certificate.layers[call.layer]
-                mask, sound = masks.read(call, spec.window)
+                spec, before = specs[call.layer], passes[call.layer]
+                mask, sound = masks.read(call, spec.window, before)
+                self.require_steady(before.n_tokens)
                 consume(call.layer, q, k, mask, sound & (call.used and _as_certified(call, spec)))
 
         return tapped(self.owner, Tap(observe=look))
@@ -198,31 +195,41 @@ class MaskReader:
     """Reads which tokens are real from attention masks; layers that share one have it read once."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Tensor, int, int | None, Bool[Tensor, "batch pos"], Bool[Tensor, ""]]] = []
+        self._known: list[tuple[Tensor, int, int | None, Bool[Tensor, "batch query"], Bool[Tensor, ""]]] = []
 
-    def read(self, call: Call, window: int | None) -> tuple[Bool[Tensor, "batch pos"], Bool[Tensor, ""]]:
-        """Returns which tokens are real, and whether the mask is the certified one for them."""
-        mask, q = call.mask, call.q
+    def read(
+        self, call: Call, window: int | None, passes: Passes
+    ) -> tuple[Bool[Tensor, "batch key"], Bool[Tensor, ""]]:
+        """Returns which keys are real, and whether the mask is the certified one for them.
+
+        Args:
+            passes: What the layer has seen of these texts before.
+        """
+        mask, k = call.mask, call.k.transpose(1, 2)
+        n_queries, n_keys = call.q.shape[2], call.k.shape[2]
         if mask is None:
-            real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-            whole = window is None or window >= q.shape[2]
-            return real, real.new_full((), whole and _is_causal(call))
-        for known, version, its_window, real, sound in self._known:
+            own = torch.ones(len(k), n_queries, dtype=torch.bool, device=k.device)
+            real, goes_on = passes.add(own, k)
+            whole = (window is None or window >= n_keys) and _is_causal(call) and n_queries in (1, n_keys)
+            return real, goes_on & real.all() & whole
+        for known, version, its_window, own, sound in self._known:
             if known is mask and version == mask._version and its_window == window:
-                return real, sound
+                real, goes_on = passes.add(own, k)
+                return real, goes_on & sound
         shown = _shown(call)
         if shown is None:
             raise ValueError(
                 f"layer {call.layer}: expected a mask [batch, head, query, key], got {type(mask)}"
             )
-        real = shown[:, 0].diagonal(dim1=-2, dim2=-1).expand(len(q), -1)
-        sound = pads_at_ends(real) & is_certified(
-            shown.expand(len(q), -1, -1, -1), real, visible_keys(q.shape[2], window, q.device)
-        )
+        shown = shown.expand(len(k), -1, -1, -1)
+        own = shown[:, 0].diagonal(n_keys - n_queries, dim1=-2, dim2=-1)
+        real, goes_on = passes.add(own, k)
+        allowed = visible_keys(n_keys, window, k.device, n_queries)
+        sound = pads_at_ends(real) & is_certified(shown, real, own, allowed)
         if mask.dtype != torch.bool:
             sound = sound & ((mask == 0) | ~shown).all()  # what is added to scores of visible keys
-        self._known = [*self._known[-3:], (mask, mask._version, window, real, sound)]
-        return real, sound
+        self._known = [*self._known[-3:], (mask, mask._version, window, own, sound)]
+        return real, goes_on & sound
 
 
 def _as_one_sequence(view: LayerView) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ropelens_kernels as kernels
 from ropelens.hosts import Certificate, LayerSpec
-from ropelens.metrics.sums import REDUCTIONS, LayerSums, Reduction, mapped
+from ropelens.metrics.sums import REDUCTIONS, LayerSums, OpenDocuments, Reduction, mapped, more_squared
 from ropelens.scores import BandScores, same_model
 
 
@@ -48,6 +48,7 @@ class BandAccumulator:
         self.split_first, self.edges = split_first, tuple(edges)
         self._certificate: Certificate | None = None
         self._sums: list[LayerSums | None] = []
+        self._open: list[OpenDocuments | None] = []
 
     def bind(self, certificate: Certificate) -> None:
         """Makes room for a model's layers; called by the hook functions.
@@ -58,6 +59,7 @@ class BandAccumulator:
         if self._certificate is None:
             self._certificate = certificate
             self._sums = [None] * len(certificate.layers)
+            self._open = [None] * len(certificate.layers)
         elif why := same_model(self._certificate.fingerprint, certificate.fingerprint):
             raise ValueError(
                 f"this accumulator already holds another model's {self.metric} ({why}): use a new one"
@@ -66,29 +68,34 @@ class BandAccumulator:
     def update(
         self,
         layer: int,
-        q: Float[Tensor, "batch pos head d_head"],
-        k: Float[Tensor, "batch pos kv_head d_head"],
-        mask: Bool[Tensor, "batch pos"],
+        q: Float[Tensor, "batch query head d_head"],
+        k: Float[Tensor, "batch key kv_head d_head"],
+        mask: Bool[Tensor, "batch key"],
         sound: Bool[Tensor, ""] | None = None,
     ) -> None:
         """Adds the queries of one forward pass through one layer.
+
+        Fewer queries than keys are the last ones, as with a key-value cache: each row goes on with the
+        document of the pass before.
 
         Args:
             layer: Which layer.
             q: Post-rotary queries.
             k: Post-rotary keys.
-            mask: Which tokens are real.
+            mask: Which of the keys' tokens are real.
             sound: Whether the model's scores were those of q and k under the certified mask;
                 `result` refuses if it ever was False.
 
         Raises:
-            ValueError: If q or k hold NaN or infinity, naming the layer.
+            ValueError: If q or k hold NaN or infinity, naming the layer, or if there is no pass before
+                to go on with.
         """
         if self._certificate is None:
             raise ValueError(
                 "an accumulator belongs to a model: pass it to entropy_hooks or activation_hooks"
             )
         spec = self._certificate.layers[layer]
+        before = self._begun(layer, q, k)
         edges = tuple(edge for edge in self.edges if edge < q.shape[1])
         if self.edges and not bool(mask[:, 0].all()):
             raise ValueError(
@@ -114,20 +121,40 @@ class BandAccumulator:
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from error
         sums = self._sums_of(layer, q.device)
+        documents = OpenDocuments.of(found)
+        added = documents if before is None else before + documents
+        self._open[layer] = added
         residual, bound = getattr(found, "residual", None), getattr(found, "bound", None)
         self._sums[layer] = LayerSums(
-            **self._parts(sums, found, mask, edges),
+            **self._parts(sums, found, mask, edges, before),
             values=sums.values + found.values.sum(0),
             rest=sums.rest + found.rest.sum(0),
-            squares=sums.squares + found.values.square().sum(0),
-            rest_squares=sums.rest_squares + found.rest.square().sum(0),
+            squares=sums.squares + more_squared(found.values, before and before.values),
+            rest_squares=sums.rest_squares + more_squared(found.rest, before and before.rest),
             residual=sums.residual if residual is None else sums.residual.maximum(residual.amax(0)),
             bound=sums.bound if bound is None else sums.bound + bound.sum(0),
             n_queries=sums.n_queries + found.n_queries.sum(),
             n_pairs=sums.n_pairs + found.n_pairs.sum(),
-            n_documents=sums.n_documents + (found.n_queries > 0).sum(),  # a row of pads is no document
+            n_documents=sums.n_documents + documents.begun(before),
             sound=sums.sound if sound is None else sums.sound & sound,
         )
+
+    def _begun(self, layer: int, q: Tensor, k: Tensor) -> OpenDocuments | None:
+        """The documents that a pass goes on with; None if it begins its own."""
+        if q.shape[1] == k.shape[1]:
+            return None
+        if self.edges:
+            raise ValueError(
+                f"layer {layer}: expected whole texts, to count positions in, got {q.shape[1]} queries for "
+                f"{k.shape[1]} keys: measure by position without a key-value cache"
+            )
+        before = self._open[layer]
+        if before is None or len(before.values) != len(q):
+            raise ValueError(
+                f"layer {layer}: expected a pass before with {len(q)} texts to go on with, got none: measure "
+                "generation with a key-value cache from its first pass on"
+            )
+        return before
 
     def _options(self, spec: LayerSpec, q: Tensor) -> dict[str, str]:
         """What else the kernel is told for this layer."""
@@ -139,14 +166,15 @@ class BandAccumulator:
         found: kernels.EntropyResult | kernels.ActivationResult,
         mask: Bool[Tensor, "batch pos"],
         edges: tuple[int, ...],
+        before: OpenDocuments | None,
     ) -> dict[str, Tensor]:
         """The new sums of the first key's part and by position, as far as they were asked for."""
         new: dict[str, Tensor] = {}
         first, first_rest = found.first_values, found.first_rest
         if first is not None and first_rest is not None:
             new |= {"first": first.sum(0), "first_rest": first_rest.sum(0)}
-            new["later_squares"] = (found.values - first).square().sum(0)
-            new["later_rest_squares"] = (found.rest - first_rest).square().sum(0)
+            new["later_squares"] = more_squared(found.values - first, before and before.later)
+            new["later_rest_squares"] = more_squared(found.rest - first_rest, before and before.later_rest)
         if self.edges:
             by_position = found.values[:, None] if found.by_position is None else found.by_position
             counted = torch.stack([mask[:, a:b].sum() for a, b in pairwise((0, *edges, mask.shape[1]))])
@@ -172,7 +200,7 @@ class BandAccumulator:
     def copy(self) -> BandAccumulator:
         """Returns an accumulator of the same sums; it keeps them when this one goes on."""
         other = copy(self)
-        other._sums = list(self._sums)
+        other._sums, other._open = list(self._sums), list(self._open)
         return other
 
     def state(self) -> dict[str, Tensor]:
@@ -284,7 +312,8 @@ def not_the_certified(layer: int) -> str:
     """What to say when the scores seen are not those of the queries and keys seen."""
     return (
         f"layer {layer}: the model's scores are not those of its queries and keys under the certified mask: "
-        "a hook edits them, or texts are packed; put hooks that edit queries or keys before ropelens's own"
+        "a hook edits them, texts are packed, pads lie between tokens, or a beam search mixes texts; put "
+        "hooks that edit queries or keys before ropelens's own"
     )
 
 

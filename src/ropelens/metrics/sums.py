@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+import ropelens_kernels as kernels
+
 
 @dataclass
 class LayerSums:
@@ -60,6 +62,42 @@ class LayerSums:
             by_position=by_band.new_zeros(n_spans, n_heads, n_bands) if n_spans else None,
             span_queries=count.new_zeros(n_spans) if n_spans else None,
         )
+
+
+@dataclass(frozen=True)
+class OpenDocuments:
+    """What each document of the latest batch has come to, in case the next pass goes on with them."""
+
+    values: Float64[Tensor, "batch head band"]
+    rest: Float64[Tensor, "batch head"]
+    later: Float64[Tensor, "batch head band"] | None
+    later_rest: Float64[Tensor, "batch head"] | None
+    n_queries: Int64[Tensor, " batch"]
+
+    @classmethod
+    def of(cls, found: kernels.EntropyResult | kernels.ActivationResult) -> OpenDocuments:
+        first, first_rest = found.first_values, found.first_rest
+        return cls(
+            values=found.values,
+            rest=found.rest,
+            later=None if first is None else found.values - first,
+            later_rest=None if first_rest is None else found.rest - first_rest,
+            n_queries=found.n_queries,
+        )
+
+    def __add__(self, other: OpenDocuments) -> OpenDocuments:
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return OpenDocuments(**{name: None if b is None else a + b for name, (a, b) in pairs.items()})
+
+    def begun(self, before: OpenDocuments | None) -> Int64[Tensor, ""]:
+        """How many of them had no query before; a row of pads is no document."""
+        new = self.n_queries > 0
+        return (new if before is None else new & (before.n_queries == 0)).sum()
+
+
+def more_squared(new: Tensor, before: Tensor | None) -> Tensor:
+    """By how much the sum of documents' squares grows when `new` is added to what they had before."""
+    return (new.square() if before is None else new * (2 * before + new)).sum(0)
 
 
 Reduction = Literal["sum", "max", "min"]
