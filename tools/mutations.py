@@ -1,8 +1,8 @@
-"""Take guards against known wrong answers away, and see that tests fail: `python tools/mutations.py [WORD]`.
+"""Take guards against known wrong answers away, and see that tests fail: `python tools/mutations.py [WORD ...]`.
 
 One row of `GUARDS` is a guard of ropelens, by the text that stands for it and what is put in its place, and
-a test of tests/hosts/test_wrong_answers.py. Each is tried alone, in a copy of the tree. With a word, only the
-guards whose name has it are tried.
+a test of tests/hosts/test_wrong_answers.py. Each is tried alone, in a copy of the tree. With words, only guards
+whose name has one of them are tried.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ GUARDS = [
 
 
 def main() -> None:
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
-    guards = [guard for guard in GUARDS if word in guard.name]
+    words = sys.argv[1:] or [""]
+    guards = [guard for guard in GUARDS if any(word in guard.name for word in words)]
     if not guards:
-        sys.exit(f"mutations: expected one of {', '.join(guard.name for guard in GUARDS)}, got {word!r}")
+        sys.exit(f"mutations: expected one of {', '.join(guard.name for guard in GUARDS)}, got {words}")
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
         tests = sorted({guard.test for guard in guards})

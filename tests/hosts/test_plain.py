@@ -466,13 +466,6 @@ def test_settings_that_change_after_certification_are_certified_anew(model: Any)
         _ = seen.scores
 
 
-def test_a_key_value_cache_is_refused(model: Any):
-    with torch.no_grad(), rl.observe(model):
-        past = model(tiny.ids(), use_cache=True).past_key_values  # all keys of the first pass are its own
-        with pytest.raises(ValueError, match=r"^layer 0: 4 queries for 28 keys: measure without a key-value"):
-            model(tiny.ids(2, 4), cache=past)
-
-
 def test_a_host_says_what_it_is(model: Any):
     assert host_of(model).kind == "transformers"
     with pytest.raises(ValueError, match="a transformers model, got str"):

@@ -114,6 +114,17 @@ def test_future_keys_have_no_effect_and_are_not_averaged_in():
         activation = rl.band_activation(model, ids)
     assert torch.equal(a.values, b.values)
     assert activation.n_pairs.unique().tolist() == [24 * 25 // 2]
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 24, 2, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    later = k.clone()
+    later[:, 12:] += 3
+    options = {"pairs": pair_dims(4, adjacent=False), "scale": 1.0}
+    for kernel in (kernels.entropy, kernels.activation, kernels.norm_product):
+        a, b = (kernel(q, x, **options, tol=1e-8, edges=(12,)).by_position for x in (k, later))
+        torch.testing.assert_close(a[:, 0], b[:, 0], rtol=0, atol=1e-7)
+        assert (a[:, 1] - b[:, 1]).abs().max() > 0.1
+    a, b = (kernels.attribution(q, x, **options, queries=torch.tensor([11])).values for x in (k, later))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -87,7 +87,7 @@ class OpenDocuments:
 
     def __add__(self, other: OpenDocuments) -> OpenDocuments:
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return OpenDocuments(**{name: None if b is None else a + b for name, (a, b) in pairs.items()})
+        return OpenDocuments(**{name: None if b is None else a + b for name, (a, b) in pairs.items()})  # pyright: ignore[reportArgumentType]
 
     def begun(self, before: OpenDocuments | None) -> Int64[Tensor, ""]:
         """How many of them had no query before; a row of pads is no document."""
