@@ -1,8 +1,8 @@
-"""Take guards against known wrong answers away, and see that tests fail: `python tools/mutations.py [WORD ...]`.
+"""Take guards against known wrong answers away and see tests fail: `python tools/mutations.py [WORD ...]`.
 
 One row of `GUARDS` is a guard of ropelens, by the text that stands for it and what is put in its place, and
-a test of tests/hosts/test_wrong_answers.py. Each is tried alone, in a copy of the tree. With words, only guards
-whose name has one of them are tried.
+a test of tests/hosts/test_wrong_answers.py. Each is tried alone, in a copy of the tree. With words, only
+guards whose name has one of them are tried.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ def observe(
     Nothing else about the model changes: logits stay bit-identical, the user's own hooks and a
     transformers model's attention implementation stay, and only what was added here is removed, also
     after an error. Hooks of your own that edit queries or keys are measured as edited if they were
-    added before; scores refuse to come if they were added after. Every forward pass counts, so leave
-    generation outside.
+    added before; scores refuse to come if they were added after. Every forward pass counts. Generation
+    with a key-value cache counts each query once, as one pass over the final text would, but for its last
+    token, which is never put in; the block must begin before its first pass. Leave generation without a
+    cache outside: it puts the whole text in again at every token.
 
     Args:
         model: A HookedTransformer, a TransformerBridge or a transformers model.

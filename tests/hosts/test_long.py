@@ -46,7 +46,9 @@ def test_a_128k_context_costs_no_table_of_its_square(host: str):
         rl.Bands.of(model)
         rl.band_entropy(model, tiny.ids())
         rl.band_activation(model, tiny.ids())
-    assert 0 < largest.bytes < 2**26  # the kernels' own working space; a mask would take 2**34
+    # What grows with the context is at most a float32 angle for each position and dim: 2**22 bytes. What
+    # the kernels need is for 24 tokens. A mask of positions by positions takes 2**34 at a byte each.
+    assert 0 < largest.bytes <= 4 * families.D_HEAD * LONG
 
 
 def test_a_bf16_model_keeps_its_angles_at_position_100000(tmp_path: Path):

@@ -57,9 +57,33 @@ def test_their_edits_reach_the_logits():
 
 
 def test_attention_without_a_fault_is_left_as_it_is():
-    model = tiny.bridge(tiny.plain("llama"))
+    model, untouched = tiny.bridge(tiny.plain("llama")), tiny.bridge(tiny.plain("llama"))
     host_of(model)
     assert "_apply_rotary_pos_emb" not in vars(model.blocks[0].attn)
+    assert torch.equal(model(tiny.ids()), untouched(tiny.ids()))
+    for patched in ("_apply_rotary_pos_emb", "_update_kv_cache"):  # nor is another object of its class
+        assert patched not in vars(untouched.blocks[0].attn)
+
+
+def test_versions_without_a_fault_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ropelens.hosts.bridge._faults", lambda: (False, False))
+    for family in ("gpt_neox", "llama"):
+        model = tiny.bridge(tiny.plain(family))
+        before = dict(vars(model.blocks[0].attn))
+        repair_bridge(model)
+        assert vars(model.blocks[0].attn).keys() == before.keys()
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3"])
+def test_a_bridge_that_cannot_run_in_bfloat16_is_refused(family: str):
+    """TransformerLens's own fault; where it is gone, this is needed no more."""
+    model = tiny.bridge(tiny.plain(family, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(tiny.ids())
+    message = r"^expected a TransformerBridge that runs in torch.bfloat16, got its own error .* in float32"
+    with pytest.raises(ValueError, match=message):
+        rl.Bands.of(model)
+    assert rl.inspect(model)["refused"].notna().all()
 
 
 # Cached generation --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
-from ropelens.hosts.lens import LensHost
+from ropelens.hosts.lens import Hook, LensHost
 from ropelens.hosts.positions import RotaryPositions
 from ropelens.hosts.rotary import rotations_from, steady_length
 
@@ -94,6 +94,18 @@ class BridgeHost(LensHost):
     def rotations(self, layer: int, view: LayerView) -> list[Rotation]:
         d_head, module = view.q.shape[-1], self.module
         return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, module)]
+
+    def _probe(self, ids: Int64[Tensor, "batch pos"], edits: list[tuple[str, Hook]]) -> list[LayerView]:
+        try:
+            return super()._probe(ids, edits)
+        except RuntimeError as error:
+            dtype = self.embedding.dtype
+            if dtype not in (torch.bfloat16, torch.float16) or "dtype" not in str(error):
+                raise
+            raise ValueError(
+                f"expected a TransformerBridge that runs in {dtype}, got its own error ({error}): load the "
+                'model in float32, or use host="transformers"'
+            ) from error
 
     def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
         views, calls = super().probe(ids), dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]]()
