@@ -68,7 +68,7 @@ ci: $(INSTALLED)  ## check, notebooks, test and docs, each once, with the time e
 test-newest: $(INSTALLED_NEWEST)  ## the host tests on the newest TransformerLens, in .venv-newest
 	@$(OFFLINE) $(NEWEST) -m pytest tests/hosts
 
-mutations: $(INSTALLED)  ## take each guard against a known wrong answer away, and see that its test fails (not part of ci)
+mutations: $(INSTALLED)  ## take guards against wrong answers away, one by one, and see their tests fail (not part of ci)
 	@$(OFFLINE) $(RUN) tools/mutations.py
 
 test-gemma: $(INSTALLED)  ## the hosts on Gemma-3-270M, which PyPI has (235 MB, Gemma terms; not part of ci)
