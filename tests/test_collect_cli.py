@@ -147,12 +147,15 @@ def test_what_cannot_be_done_is_one_sentence_and_status_2(run, tmp_path, args, m
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
-def test_the_folder_is_looked_at_before_the_model(run, tmp_path, monkeypatch) -> None:
+def test_folder_and_data_are_looked_at_before_the_model(run, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("ropelens.hosts.load.load", lambda *_, **__: pytest.fail("loaded a model first"))
     result = run("collect", "--out", tmp_path / "file")
     assert result.exit_code == 2
     assert result.stderr.startswith("ropelens: expected a folder to write to, but ")
+    result = run("collect", "--out", tmp_path / "run", "--data", "nowhere/*.txt")
+    assert result.exit_code == 2
+    assert result.stderr == "ropelens: no file matches nowhere/*.txt\n"
 
 
 @pytest.mark.slow

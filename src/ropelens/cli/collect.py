@@ -95,6 +95,10 @@ def collect(
         with RunFolder(out, rank).held():  # now, rather than after the model is loaded
             pass
 
+        from ropelens.data.sources import source_of
+
+        documents = source_of(data, split="train", text_column=column)  # for the same reason
+
         import torch
 
         from ropelens.data import windows
@@ -105,7 +109,7 @@ def collect(
             device = f"cuda:{os.environ['LOCAL_RANK']}"
         found = load(model, host=host, device=device, dtype=None if dtype is None else getattr(torch, dtype))
         read = windows(
-            data,
+            documents,
             found.tokenizer,
             context=context,
             fit="pack" if pack else "split" if split else "clip",

@@ -247,7 +247,7 @@ class Windows:
 
 
 def windows(
-    source: str | Path | Iterable[Any] | Tensor,
+    source: str | Path | Iterable[Any] | Tensor | Source,
     tokenizer: Any = None,
     *,
     context: int | None = None,

@@ -170,6 +170,8 @@ Source = Texts | Files | Hub  # documents in a fixed order: rows within shards
 
 def source_of(source: Any, *, split: str, text_column: str) -> Source:
     """Returns the documents that a user's `source` names: see `windows`."""
+    if isinstance(source, Source):
+        return source
     if isinstance(source, str):
         paths = _paths(source)
         if paths is not None:
