@@ -50,7 +50,7 @@ GUARDS = [
     Guard(
         "amplitude",
         f"{HOSTS}/rotary.py",
-        "    amplitude = float(torch.hypot(sin, cos).mean())\n",
+        "    amplitude = float(torch.hypot(sin.double(), cos.double()).mean())\n",
         "    amplitude = 1.0\n",
         "test_scalings_are_not_ignored[yarn]",
     ),
