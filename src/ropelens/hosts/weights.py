@@ -61,6 +61,11 @@ class Norm:
             x = x - x.mean(-1, keepdim=True)
         return x if self.gain is None else x * self.gain.to(x)
 
+    def into(self, w: Float[Tensor, "*heads d_model out"]) -> Float[Tensor, "*heads d_model out"]:
+        """Weights that read what the norm was given as `w` reads what it makes, the divisor apart."""
+        w = w if self.gain is None else w * self.gain.to(w)[:, None]
+        return w - w.mean(-2, keepdim=True) if self.kind == "layer" else w
+
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
@@ -123,7 +128,7 @@ class LayerWeights:
             if self.norm.bias is not None:
                 more = einsum(self.norm.bias.double(), w, "d_model, head d_model d_head -> head d_head")
                 b = more if b is None else b + more
-            return _before(w.transpose(-1, -2), self.norm).transpose(-1, -2), b
+            return self.norm.into(w), b
 
         (q, q_bias), (k, k_bias), (v, v_bias) = (
             read(w, b) for w, b in ((self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias))
@@ -181,7 +186,7 @@ class Ends:
             if self.norm.bias is not None:
                 more = self.norm.bias.double() @ u
                 bias = more if bias is None else bias + more
-            u = _before(u.T, self.norm).T
+            u = self.norm.into(u)
         e = self.embedding.double()
         if self.norm is not None and self.norm.kind == "layer":
             e = e - e.mean(-1, keepdim=True)
@@ -571,12 +576,6 @@ def turn(
     a, b = x[..., first], x[..., second]
     out[..., first], out[..., second] = (a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype)
     return out
-
-
-def _before(w: Float[Tensor, "*rows d_model"], norm: Norm) -> Float[Tensor, "*rows d_model"]:
-    """Returns weights that read what a norm was given: gain first, then the mean taken off."""
-    w = w if norm.gain is None else w * norm.gain.double()
-    return w - w.mean(-1, keepdim=True) if norm.kind == "layer" else w
 
 
 def _alone(host: Host) -> AbstractContextManager[None]:
