@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,15 +99,18 @@ def score_blocks(
     spec: LayerSpec,
     asked: Int64[Tensor, " row"],
     raw: bool = False,
+    sinks: Float[Tensor, " head"] | None = None,
 ) -> Iterator[tuple[Int64[Tensor, " row"], Float[Tensor, "batch head row key"], Tensor | None]]:
     """Yields rows, their scores (-inf where a key is not visible) and the logarithm of their sum.
 
     Args:
         asked: The query positions.
         raw: Scores before softcap and mask, and no sum.
+        sinks: Of these heads, where q holds some of the layer's only.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(dtype), k.to(dtype)
+    spec = spec if sinks is None else replace(spec, sinks=sinks)
     step = max(1, BLOCK // (q.shape[0] * q.shape[1] * q.shape[2]))
     for rows in asked.split(step):
         scores = _scores(q[:, rows], k, spec)

@@ -7,9 +7,10 @@ Everything is in the convention `x @ W`. The tensors are the model's own, in its
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -227,6 +228,28 @@ def ends(host: Host) -> Ends:
     if found.ends is None:
         raise ValueError(found.errors[-1])
     return found.ends
+
+
+@contextmanager
+def watching(host: Host, look: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Hands over the residual stream: what each layer takes, and as one more layer what the last makes.
+
+    Args:
+        look: Called with (layer, `[batch, pos, d_model]`), detached, in every forward pass.
+    """
+    last = host.n_layers - 1
+    with ExitStack() as stack:
+        for layer in range(host.n_layers):
+            stack.enter_context(_looking(_block(host, layer), before=partial(look, layer)))
+        stack.enter_context(_looking(_block(host, last), after=partial(look, host.n_layers)))
+        yield
+
+
+@contextmanager
+def watching_attention(host: Host, layer: int, look: Callable[[Tensor], None]) -> Iterator[None]:
+    """Hands over what a layer's attention makes, `o_bias` included, before any norm of it."""
+    with _looking(_attention(host, layer), after=look):
+        yield
 
 
 def require_qk(weights: LayerWeights) -> None:
@@ -463,36 +486,39 @@ def _check(host: Host) -> _Found:
     length = min(PROBE, host.context or PROBE)
     ids = torch.randint(host.vocab_size, (1, length), generator=generator).to(host.device)
     layers = range(host.n_layers)
-    states: list[list[Tensor]] = [[] for _ in layers]
-    made: list[list[Tensor]] = [[] for _ in layers]
-    last: list[Tensor] = []
+    states: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:
         seen[layer] = q.double(), k.double()
 
+    def keep_state(layer: int, x: Tensor) -> None:
+        states[layer] = x.double()
+
+    def keep_made(layer: int, x: Tensor) -> None:
+        made[layer] = x.double()
+
     with torch.no_grad(), _alone(host):
         with ExitStack() as stack:
+            stack.enter_context(watching(host, keep_state))
             for layer in layers:
-                stack.enter_context(_looking(_block(host, layer), before=states[layer]))
-                stack.enter_context(_looking(_attention(host, layer), after=made[layer]))
-            stack.enter_context(_looking(_block(host, host.n_layers - 1), after=last))
+                stack.enter_context(watching_attention(host, layer, partial(keep_made, layer)))
             stack.enter_context(host.observing(list(layers), keep))
             logits = host.run(ids, None)
         assert logits is not None
         norms: list[tuple[Norm | None, Norm | None]] = []
         errors: dict[int, str] = {}
         for layer in layers:
-            x, out = states[layer][0].double(), made[layer][0].double()
             try:
                 norms.append(_norms(host, layer))
-                _check_layer(host, layer, norms[layer], x, out, *seen[layer])
+                _check_layer(host, layer, norms[layer], states[layer], made[layer], *seen[layer])
             except ValueError as error:
                 norms[layer:] = [(None, None)]
                 errors[layer] = str(error)
         found = None
         try:
-            found = _check_ends(host, ids, states[0][0].double(), last[0].double(), logits.double())
+            found = _check_ends(host, ids, states[0], states[host.n_layers], logits.double())
         except ValueError as error:
             errors[-1] = str(error)
     return _Found(norms, found, errors)
@@ -587,19 +613,22 @@ def _alone(host: Host) -> AbstractContextManager[None]:
 
 @contextmanager
 def _looking(
-    module: torch.nn.Module, *, before: list[Tensor] | None = None, after: list[Tensor] | None = None
+    module: torch.nn.Module,
+    *,
+    before: Callable[[Tensor], None] | None = None,
+    after: Callable[[Tensor], None] | None = None,
 ) -> Iterator[None]:
-    """Keeps what a module takes and makes."""
+    """Hands over what a module takes and makes."""
 
     def take(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         assert before is not None
-        before.append((args[0] if args else options["hidden_states"]).detach().clone())
+        before((args[0] if args else options["hidden_states"]).detach())
 
     def make(_: Any, args: Any, made: Any) -> None:
         assert after is not None
-        after.append((made[0] if isinstance(made, tuple) else made).detach().clone())
+        after((made[0] if isinstance(made, tuple) else made).detach())
 
-    handles = []
+    handles: list[Any] = []
     if before is not None:
         handles.append(module.register_forward_pre_hook(take, with_kwargs=True))
     if after is not None:
