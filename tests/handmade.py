@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 V, D_HEAD = 40, 64
-CONSTANT, D_MODEL = 2 * V, 2 * V + 8
+CONSTANT, D_MODEL = 2 * V, 2 * D_HEAD
 BASE = 1e8
 FAST = range(12)  # bands whose wavelength is below 5,000 tokens
 SLOW = range(12, 32)  # 20 bands, two dims each: one a token
@@ -84,7 +84,9 @@ def _write(attn: Any, number: int, head: Head, sharpness: float) -> None:
     if head.writes != "nothing":
         to = V if head.writes == "before" else 0
         v[torch.arange(V), torch.arange(V)] = 1
-        o[to + torch.arange(V), torch.arange(V)] = -1.0 if head.writes == "-token" else 1.0
+        # As large as a token's own coordinate, or large enough to outdo it in the logits.
+        size = (D_MODEL / 2) ** -0.5 * (1 if head.writes == "before" else 4)
+        o[to + torch.arange(V), torch.arange(V)] = -size if head.writes == "-token" else size
     attn.q_proj.weight[dims], attn.k_proj.weight[dims] = q.T, k.T
     attn.v_proj.weight[dims], attn.o_proj.weight[:, dims] = v.T, o
 

@@ -39,19 +39,8 @@ CASES = [
 NORMED = {"olmo2", "olmo3", "exaone4"}  # queries and keys
 
 
-def varied(family: str) -> Any:
-    """A tiny model whose norms and biases are not those that all models begin with."""
-    model = tiny.plain(family)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 1 and not name.endswith("sinks"):
-                weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    return model
-
-
 def make(family: str, host: str) -> Any:
-    model = varied(family)
+    model = tiny.varied(family)
     return (
         model
         if host == "transformers"
@@ -125,7 +114,7 @@ def test_queries_keys_and_logits_follow_from_the_weights(family: str, name: str)
 @pytest.mark.parametrize("family", ["gemma2", "olmo2"])
 def test_what_attention_adds_to_the_stream(family: str):
     """With a norm after it, by a model whose MLPs add nothing."""
-    model = varied(family)
+    model = tiny.varied(family)
     with Double(), torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.zero_()
@@ -174,7 +163,7 @@ def test_folded_weights_are_equal_on_all_hosts(family: str):
 
 
 def test_repeated_heads():
-    w = layer_weights(host_of(varied("llama")), 1)
+    w = layer_weights(host_of(tiny.varied("llama")), 1)
     assert (w.n_heads, w.group) == (6, 3)
     repeated = w.repeated()
     for head in range(6):
@@ -183,14 +172,14 @@ def test_repeated_heads():
 
 
 def test_norms_of_queries_and_keys_leave_the_ov_circuit():
-    w = layer_weights(host_of(varied("qwen3")), 0)
+    w = layer_weights(host_of(tiny.varied("qwen3")), 0)
     assert w.o.shape == (6, 8, 48)
     with pytest.raises(ValueError, match="layer 0: its queries and keys pass norms of their own"):
         require_qk(w)
 
 
 def test_a_layer_that_does_more_than_its_weights_is_refused():
-    model = varied("llama")
+    model = tiny.varied("llama")
     q_proj = model.model.layers[1].self_attn.q_proj
     q_proj.forward = lambda x: 2 * torch.nn.functional.linear(x, q_proj.weight)
     host = host_of(model)
@@ -204,11 +193,11 @@ def test_a_layer_that_does_more_than_its_weights_is_refused():
 def test_projections_without_a_known_name_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weights, "OUTPUTS", ("another_name",))
     with pytest.raises(ValueError, match="layer 0: LlamaAttention has no projections that ropelens knows by"):
-        layer_weights(host_of(varied("llama")), 0)
+        layer_weights(host_of(tiny.varied("llama")), 0)
 
 
 def test_an_input_that_is_more_than_embeddings_is_refused():
-    model = varied("llama")
+    model = tiny.varied("llama")
     model.model.embed_tokens.register_forward_hook(lambda m, args, out: out + 1)
     # A user's hook is not the model: it is laid aside.
     ends(host_of(model))

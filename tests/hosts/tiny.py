@@ -37,6 +37,17 @@ def plain(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, attent
     return model.to(dtype)
 
 
+def varied(family: str) -> Any:
+    """As `plain`, with norms and biases that are not those that all models begin with."""
+    model = plain(family)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1 and not name.endswith("sinks"):
+                weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return model
+
+
 def bridge(model: Any) -> Any:
     """Returns a TransformerBridge around a transformers model."""
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module

@@ -13,7 +13,7 @@ from torch import Tensor
 import ropelens_kernels as kernels
 from ropelens.bands import Bands
 from ropelens.circuits.eigenvalues import Heads
-from ropelens.circuits.patterns import attention_at, attention_without_bands, each_layer
+from ropelens.circuits.patterns import attention_at, attention_without, each_layer
 from ropelens.circuits.texts import LENGTHS, repeated_tokens, shuffled_chunks
 from ropelens.hosts import LayerSpec, host_of
 
@@ -160,10 +160,10 @@ def head_bands(
         mine = [head for at, head in asked if at == layer]
         own = len(spec.rotation.pairs)
         paid = attention_at(q, k, spec, {kind: target})[kind].cpu()
-        left, _ = attention_without_bands(q, k, spec, target)
+        left = attention_without(q, k, spec, target, list(spec.rotation.pairs.to(q.device)))
         for head in mine:
             score[layer, head] = paid[head]
-            without[layer, head, :own] = left[head].cpu()
+            without[layer, head, :own] = left[:, head].cpu()
             attribution[layer, head, :own], rest[layer, head], missed = _attributed(
                 q, k, spec, target, head, tol
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +44,15 @@ def each_layer(
         consume(layer, q, k)
         bar.update()
 
-    with bar, torch.no_grad(), host.fast(), host.observing(list(layers), take):
+    with bar, torch.no_grad(), _fastest(host), host.observing(list(layers), take):
         host.run(ids, None, logits=False)
+
+
+def _fastest(host: Host) -> AbstractContextManager[None]:
+    try:
+        return host.fast()
+    except ValueError:  # edits are in front of the attention that is set, which has to stay then
+        return nullcontext()
 
 
 def attention_at(
@@ -68,29 +76,24 @@ def attention_at(
     return {name: total / counts[name] for name, total in sums.items()}
 
 
-def attention_without_bands(
+def attention_without(
     q: Float[Tensor, "batch pos head d_head"],
     k: Float[Tensor, "batch pos kv_head d_head"],
     spec: LayerSpec,
     target: Int64[Tensor, "batch pos"],
-) -> tuple[Float64[Tensor, "head band batch"], Float64[Tensor, "head batch"]]:
-    """The mean attention to the targets with each band of the queries set to zero, and with the rest so.
+    parts: Sequence[Int64[Tensor, " dim"]],
+) -> Float64[Tensor, "part head batch"]:
+    """The mean attention to the targets with some dims of the queries set to zero, of each part in turn.
 
-    Exactly what a head pays whose own band is ablated: its inputs do not depend on it.
+    Exactly what a head pays whose own dims are ablated: its queries and keys do not depend on it.
     """
-    n_heads, batch = q.shape[2], q.shape[0]
-    pairs = spec.rotation.pairs.to(q.device)
-    other = torch.ones(spec.d_head, dtype=torch.bool, device=q.device)
-    other[pairs.flatten()] = False
-    parts = [*pairs, other.nonzero().flatten()]
-    sums = q.new_zeros(len(parts), n_heads, batch, dtype=torch.float64)
+    sums = q.new_zeros(len(parts), q.shape[2], q.shape[0], dtype=torch.float64)
     for rows, scores, _ in score_blocks(q, k, spec, _asked({"": target}), raw=True):
         for i, dims in enumerate(parts):
-            without = scores - _scores(q[:, rows][..., dims], k[..., dims], spec) if len(dims) else scores
+            without = scores - _scores(q[:, rows][..., dims], k[..., dims], spec)
             finished, norm = _finish(without, spec, rows)
             sums[i] += _gathered(finished, norm, target[:, rows]).double().sum(-1).T
-    counted = sums / (target >= 0).sum(1).to(q.device)
-    return counted[:-1].transpose(0, 1), counted[-1]
+    return sums / (target >= 0).sum(1).to(q.device)
 
 
 def score_blocks(

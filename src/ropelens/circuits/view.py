@@ -151,7 +151,7 @@ class HeadView:
 
 def head_view(
     model: Any,
-    text: str | Int[Tensor, "1 pos"],
+    text: str | Int[Tensor, "batch pos"],
     *,
     layer: int,
     head: int,

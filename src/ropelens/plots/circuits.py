@@ -150,7 +150,10 @@ def head_bands_bars(frame: pd.DataFrame) -> go.Figure:
     from plotly.subplots import make_subplots
 
     groups = list(frame.groupby(["layer", "head"], sort=False))
-    titles = [f"head {layer}.{head}, score {part['score'].iloc[0]:.2f}" for (layer, head), part in groups]
+    titles = [
+        f"head {part['layer'].iloc[0]}.{part['head'].iloc[0]}, score {part['score'].iloc[0]:.2f}"
+        for _, part in groups
+    ]
     figure = make_subplots(
         len(groups), 1, shared_xaxes=True, vertical_spacing=0.28 / len(groups), subplot_titles=titles
     )
