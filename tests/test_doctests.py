@@ -13,6 +13,7 @@ import torch
 import ropelens as rl
 
 ROOT = Path(__file__).resolve().parent.parent
+NAMES = [*rl.__all__, *(f"circuits.{name}" for name in rl.circuits.__all__)]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -34,12 +35,14 @@ def test_examples(name):
 
 def block(name: str) -> str:
     """Returns the example of a public name that needs a model: a fenced block, not a doctest."""
-    found = re.findall(r"```python\n(.*?)```", inspect.getdoc(getattr(rl, name)), flags=re.DOTALL)
+    home, _, name = name.rpartition(".")
+    doc = inspect.getdoc(getattr(rl.circuits if home else rl, name))
+    found = re.findall(r"```python\n(.*?)```", doc or "", flags=re.DOTALL)
     return textwrap.dedent("".join(found))
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", [name for name in rl.__all__ if block(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if block(name)])
 def test_examples_on_a_real_model(name, smollm2):
     names = {
         "rl": rl,

@@ -59,9 +59,24 @@ def test_a_public_name_is_in_the_docs(name):
     assert f"::: ropelens.{name}\n" in page
 
 
+@pytest.mark.parametrize("name", ropelens.circuits.__all__)
+def test_the_names_of_circuits_say_what_they_are(name):
+    thing = getattr(ropelens.circuits, name)
+    doc = inspect.getdoc(thing)
+    assert doc, name
+    assert doc.splitlines()[0].endswith("."), name
+    if inspect.isfunction(thing):
+        assert "Example:" in doc, name
+        assert doctest.DocTestParser().get_examples(doc) or "```python" in doc, name
+    assert f"::: ropelens.circuits.{name}\n" in (ROOT / "docs" / "api.md").read_text()
+    assert name in dir(ropelens.circuits)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="band_entrophy"):
         ropelens.band_entrophy  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'band_entrophy'"):
+        ropelens.circuits.band_entrophy  # noqa: B018
 
 
 def test_the_version_is_that_of_the_package():

@@ -105,10 +105,8 @@ def ablate_alone(model: Any, bands: pd.DataFrame) -> pd.DataFrame:
     host = host_of(model)
     text = rl.circuits.repeated_tokens(model, n_sequences=16, length=256, seed=1)
     rows, generator = [], torch.Generator().manual_seed(0)
-    asked = {
-        layer: sorted({(k, h) for k, at, h in zip(bands["kind"], bands["layer"], bands["head"], strict=True) if at == layer})
-        for layer in sorted(set(bands["layer"]))
-    }  # fmt: skip
+    measured = sorted(set(zip(bands["layer"], bands["kind"], bands["head"], strict=True)))
+    asked = {layer: [(kind, head) for at, kind, head in measured if at == layer] for layer, *_ in measured}
 
     def take(layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
         spec = host.certificate.layers[layer]
