@@ -1,0 +1,1 @@
+"""Pretraining of small models on transformers' Trainer."""
