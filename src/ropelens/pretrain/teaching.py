@@ -30,7 +30,8 @@ class Recipe:
     """All that a teaching model depends on.
 
     Attributes:
-        n_vocab: Tokens of the byte-level BPE, trained on the training documents; 0 is BOS.
+        n_vocab: Tokens of the byte-level BPE, trained on the training documents; 0 is BOS, 1 is for bytes that
+            they have not.
         context: Tokens in a row, the BOS at its start included.
         rows: Rows in a batch.
         repeated_rows: How many of them repeat a segment of random tokens to the end of the row; the
@@ -42,18 +43,18 @@ class Recipe:
     n_layers: int
     d_model: int = 128
     n_heads: int = 2
-    n_vocab: int = 1024
+    n_vocab: int = 512
     rope_theta: float = 10_000.0
-    context: int = 512
+    context: int = 256
     rows: int = 8
     repeated_rows: int = 4
-    periods: tuple[int, int] = (16, 96)
-    steps: int = 3000
+    periods: tuple[int, int] = (8, 48)
+    steps: int = 5000
     learning_rate: float = 2e-3
     warmup: int = 100
     initializer_range: float = 0.08
     seed: int = 0
-    kept: tuple[tuple[int, int], ...] = ((100, 20), (10**9, 50))
+    kept: tuple[tuple[int, int], ...] = ((200, 20), (10**9, 50))
 
     @property
     def repeated_share(self) -> float:
@@ -98,7 +99,7 @@ def repeated(recipe: Recipe, i: int) -> Int64[Tensor, " pos"]:
     random = torch.Generator().manual_seed(recipe.seed * 1_000_003 + i * 2_654_435_761 % 2**40)
     shortest, longest = recipe.periods
     period = int(torch.randint(shortest, longest + 1, (), generator=random))
-    segment = torch.randint(1, recipe.n_vocab, (period,), generator=random)
+    segment = torch.randint(2, recipe.n_vocab, (period,), generator=random)
     n = recipe.context - 1
     return torch.cat([torch.zeros(1, dtype=torch.int64), segment.repeat(-(-n // period))[:n]])
 
@@ -121,19 +122,21 @@ def make_tokenizer(documents: Sequence[Path], n_vocab: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    bos = "<|bos|>"
-    bpe = Tokenizer(models.BPE())
+    bos, unknown = "<|bos|>", "<|unknown|>"
+    bpe = Tokenizer(models.BPE(unk_token=unknown))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=n_vocab,
-        special_tokens=[bos],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[bos, unknown],
+        limit_alphabet=n_vocab // 4,
         show_progress=False,
     )
     bpe.train([str(path) for path in documents], trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=bos, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=bos, unk_token=unknown, clean_up_tokenization_spaces=False
+    )
 
 
 def make_model(recipe: Recipe) -> Any:
