@@ -127,13 +127,11 @@ def test_frames_are_means_with_errors_over_documents(model, ids):
     assert len(found.to_frame("layers")) == 3  # no path of two heads ends in layer 0
     virtual = found.to_frame("virtual")
     assert list(virtual.columns) == ["first_layer", "first_head", "layer", "head", "importance", "stderr"]
-    with pytest.raises(ValueError, match='got "loops"'.replace('"', "'")):
-        found.to_frame("loops")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "olmo2", "gpt_oss"])
 def test_with_mlps_the_sum_is_still_the_logits(family, ids):
-    model = tiny.plain(family)
+    model = tiny.plain(family).requires_grad_(False)
     found = path_importance(model, ids, pairs=False)
     scale = float(model(ids).logits.abs().max())
     assert found.residual < 1e-10 * max(scale, 1)
@@ -154,12 +152,15 @@ def test_fewer_orders_leave_a_residual(model, ids):
 @tiny.needs_hooked
 @pytest.mark.parametrize("host", ["bridge", "hooked"])
 def test_every_host_gives_the_same(host, model, ids):
-    from ropelens.hosts.load import bridge_from, hooked_from
+    from ropelens.hosts.load import hooked_from
 
-    other = bridge_from(model, None) if host == "bridge" else hooked_from(model, None)
-    found, expected = path_importance(other, ids), path_importance(model, ids)
-    torch.testing.assert_close(found.orders, expected.orders, rtol=0, atol=1e-9)
-    torch.testing.assert_close(found.virtual, expected.virtual, rtol=0, atol=1e-9)
+    expected = path_importance(model, ids)
+    own = attention_only(n_layers=2)
+    other = tiny.bridge(own) if host == "bridge" else hooked_from(own, None)
+    found = path_importance(other, ids)
+    # HookedTransformer keeps cos and sin in float32
+    torch.testing.assert_close(found.orders, expected.orders, rtol=0, atol=1e-7)
+    torch.testing.assert_close(found.virtual, expected.virtual, rtol=0, atol=1e-7)
 
 
 def test_a_head_that_looks_back_one_token_is_positional(ids):

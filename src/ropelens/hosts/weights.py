@@ -178,8 +178,8 @@ class Ends:
         """Float64 copies, with the norm's linear part multiplied in and the mean over tokens taken off.
 
         Before layer norms, which take means off, embeddings are centred too. What is the same for all
-        tokens changes no probability: HookedTransformer takes it off when it loads a model; taken off
-        everywhere, unembeddings are equal on every host.
+        tokens changes no probability, but under a softcap: HookedTransformer takes it off when it loads a
+        model; taken off wherever there is no softcap, unembeddings are equal on every host.
         """
         u, bias = self.unembedding.double() * self.scale, self.bias
         bias = None if bias is None else bias.double() * self.scale
@@ -191,10 +191,12 @@ class Ends:
         e = self.embedding.double()
         if self.norm is not None and self.norm.kind == "layer":
             e = e - e.mean(-1, keepdim=True)
+        if self.softcap is None:
+            u, bias = u - u.mean(-1, keepdim=True), None if bias is None else bias - bias.mean()
         return Ends(
             e,
-            u - u.mean(-1, keepdim=True),
-            None if bias is None else bias - bias.mean(),
+            u,
+            bias,
             None if self.norm is None else replace(self.norm, gain=None, bias=None),
             1.0,
             self.softcap,
