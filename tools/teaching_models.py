@@ -1,26 +1,71 @@
-"""Trains the teaching models: `python tools/teaching_models.py train [NAME] [--corpora DIR] [--out DIR]`."""
+"""Makes the attention-only teaching models, step by step; `make teaching-models` takes all steps.
+
+train    trains them on corpora/ (from `make corpora`), or goes on where that was interrupted
+measure  loss by position, in-context learning, head scores and bands of every checkpoint
+ship     puts the models and what was measured into the package
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ropelens.pretrain.teaching import TEACHING_MODELS, train_teaching_model
+import ropelens as rl
+from ropelens.circuits import learning_curve
+from ropelens.hosts.load import TEACHING, teaching_folder
+from ropelens.pretrain.teaching import TEACHING_MODELS, split_documents, tokenizer_in, train_teaching_model
 
-app = typer.Typer(add_completion=False)
+EARLY, LATE, WIDTH = 30, 240, 8  # positions of the in-context-learning score
+EVERY = 40  # of the held-out windows, one in so many is measured
+
+app = typer.Typer(add_completion=False, help=__doc__)
+Names = Annotated[list[str] | None, typer.Argument(help="Both by default.")]
+Corpora = Annotated[Path, typer.Option(help="Folder of .txt files.")]
+Out = Annotated[Path, typer.Option(help="Where checkpoints and measurements are.")]
 
 
 @app.command()
-def train(
-    names: Annotated[list[str] | None, typer.Argument()] = None,
-    corpora: Path = Path("corpora"),
-    out: Path = Path("build/teaching"),
-) -> None:
-    """Trains teaching models, both by default; what was begun is gone on with."""
-    for name in names or list(TEACHING_MODELS):
+def train(names: Names = None, corpora: Corpora = Path("corpora"), out: Out = Path("build/teaching")) -> None:
+    for name in names or TEACHING:
         print(train_teaching_model(TEACHING_MODELS[name], corpora, out / name))
+
+
+@app.command()
+def measure(
+    names: Names = None, corpora: Corpora = Path("corpora"), out: Out = Path("build/teaching")
+) -> None:
+    _, held_out = split_documents(corpora)
+    for name in names or TEACHING:
+        recipe = TEACHING_MODELS[name]
+        tokenizer = tokenizer_in(out / name / "tokenizer", [], recipe.n_vocab)
+        windows = rl.windows(list(held_out), tokenizer, context=recipe.context, fit="split", shard=(0, EVERY))
+        kept = {
+            int(folder.name): folder
+            for folder in (out / name / "checkpoints").iterdir()
+            if folder.name.isdigit() and int(folder.name) <= recipe.steps
+        }
+        options = {"early": EARLY, "late": LATE, "width": WIDTH, "out": out / name / "measured"}
+        learning_curve(kept, windows, **options).save(out / name / "training.safetensors")
+
+
+@app.command()
+def ship(names: Names = None, out: Out = Path("build/teaching")) -> None:
+    for name in names or TEACHING:
+        target = teaching_folder(name)
+        unfinished = target.with_name(f".{name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(out / name / "checkpoints" / str(TEACHING_MODELS[name].steps), unfinished)
+        (unfinished / "generation_config.json").unlink(missing_ok=True)
+        shutil.copy(out / name / "training.safetensors", unfinished)
+        curve = rl.circuits.LearningCurve.load(unfinished / "training.safetensors")
+        curve.to_frame().round(5).to_csv(unfinished / "training.csv", index=False)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(unfinished, target)
+        print(target)
 
 
 if __name__ == "__main__":

@@ -45,9 +45,10 @@ def by_hand(model, ids):
 
             def through(part, divisor=divisor, attn=attn, norm=norm, dims=dims, head=head, layer=layer):
                 v = (part / divisor * norm.weight) @ attn.v_proj.weight[dims].T
-                return torch.stack(
-                    [out.attentions[layer][i, head] @ v[i] for i in range(len(v))]
-                ) @ attn.o_proj.weight[:, dims].T
+                return (
+                    torch.stack([out.attentions[layer][i, head] @ v[i] for i in range(len(v))])
+                    @ attn.o_proj.weight[:, dims].T
+                )
 
             maps[layer, head] = through
             written = written + through(x)

@@ -62,9 +62,7 @@ def test_the_entries_are_the_changes_of_a_real_forward_pass(head, model, monkeyp
     assert (divisor.max() / divisor.min() - 1) > 0.1  # it matters which one is held
     for query, key in [(11, 3), (7, 0), (5, 5)]:
         source, destination = int(ids[0, key]), int(ids[0, query])
-        found = skip_trigrams(
-            model, 0, head, source, distances=query - key, divisor=float(divisor[0, query])
-        )
+        found = skip_trigrams(model, 0, head, source, distances=query - key, divisor=float(divisor[0, query]))
         assert float(found.destinations[destination]) == pytest.approx(
             float(scores[0, head, query, key]), abs=1e-10
         )
@@ -160,5 +158,3 @@ def test_a_source_of_several_tokens_is_refused(model):
 def test_layers_that_norm_their_output_are_refused():
     with pytest.raises(ValueError, match="norms what its heads write"):
         skip_trigrams(tiny.plain("gemma2"), 0, 0, 5)
-
-

@@ -57,9 +57,14 @@ class Frozen:
         self, layer: int, x: Float64[Tensor, "batch pos d_model"]
     ) -> Float64[Tensor, "batch head pos d_model"]:
         """Returns what each head of a layer writes of a part x of the residual stream."""
-        return _heads(self.weights[layer], self.patterns[layer], x / self.before[layer]) / self.after[layer][:, None]
+        return (
+            _heads(self.weights[layer], self.patterns[layer], x / self.before[layer])
+            / self.after[layer][:, None]
+        )
 
-    def logits(self, x: Float64[Tensor, "*rows batch pos d_model"]) -> Float64[Tensor, "*rows batch pos token"]:
+    def logits(
+        self, x: Float64[Tensor, "*rows batch pos d_model"]
+    ) -> Float64[Tensor, "*rows batch pos token"]:
         """Returns the logits of a part x of the residual stream; without the bias, which is no part's."""
         return x / self.final @ self.ends.unembedding
 

@@ -136,9 +136,7 @@ def in_context_learning_score(
             f"expected 1 <= early < late < {n}, the tokens in a window, with the width about each, got early "
             f"{early}, late {late}, width {width}: choose positions that the windows have"
         )
-    first, last = (
-        losses.values[:, p - width : p + width + 1].mean(1, keepdim=True) for p in (early, late)
-    )
+    first, last = (losses.values[:, p - width : p + width + 1].mean(1, keepdim=True) for p in (early, late))
     change = last - first
     return InContextLearning(change.mean().item(), clustered_stderr(change, losses.documents).item())
 

@@ -168,7 +168,10 @@ def path_importance(
     explained = (sums[..., 0].square() / sums[..., 2].clamp(min=1)).sum(-1)
     spread = sums[..., 1].sum(-1)
     return PathImportance(
-        **{name: torch.stack([row[name] for row in rows]).cpu() for name in ("total", "orders", "layers", "heads", "virtual")},
+        **{
+            name: torch.stack([row[name] for row in rows]).cpu()
+            for name in ("total", "orders", "layers", "heads", "virtual")
+        },
         pairs=combined,
         positional=torch.where(spread > 0, explained / spread, 0.0).cpu(),
         documents=tuple(names),
@@ -177,7 +180,9 @@ def path_importance(
     )
 
 
-def _terms(held: Frozen, n_orders: int, pairs: bool) -> tuple[dict[str, Tensor], tuple[tuple[Head, Head], ...]]:
+def _terms(
+    held: Frozen, n_orders: int, pairs: bool
+) -> tuple[dict[str, Tensor], tuple[tuple[Head, Head], ...]]:
     """Returns the losses of one window, and which pairs of heads they are of."""
     n_layers, n_heads = held.n_layers, held.n_heads
     whole = held.logits(held.last)
@@ -196,9 +201,14 @@ def _terms(held: Frozen, n_orders: int, pairs: bool) -> tuple[dict[str, Tensor],
             if n <= layer:
                 layers[layer, n] = rise(heads.sum(1))
         first.append(written[0])
-        parts = [parts[0] + held.other[layer], *(p + w.sum(1) for p, w in zip(parts[1:], written, strict=True))]
+        parts = [
+            parts[0] + held.other[layer],
+            *(p + w.sum(1) for p, w in zip(parts[1:], written, strict=True)),
+        ]
     sums = torch.stack(parts).cumsum(0)
-    heads = torch.stack([torch.stack([rise(first[i][:, h]) for h in range(n_heads)]) for i in range(n_layers)])
+    heads = torch.stack(
+        [torch.stack([rise(first[i][:, h]) for h in range(n_heads)]) for i in range(n_layers)]
+    )
     virtual: list[Tensor] = []
     combined: list[tuple[Head, Head]] = []
     for a in range(n_layers) if pairs else ():
@@ -231,7 +241,9 @@ def _by_offset(attention: Float64[Tensor, "batch head query key"]) -> Float64[Te
     """Sums, by offset, of the attention above uniform, of its square, and of ones."""
     n = attention.shape[-1]
     visible = torch.ones(n, n, dtype=torch.bool, device=attention.device).tril()
-    above = (attention - 1 / torch.arange(1, n + 1, device=attention.device)[:, None]).masked_fill(~visible, 0)
+    above = (attention - 1 / torch.arange(1, n + 1, device=attention.device)[:, None]).masked_fill(
+        ~visible, 0
+    )
     offset = (torch.arange(n)[:, None] - torch.arange(n))[visible].to(attention.device)
     flat = above[..., visible]
     parts = torch.stack([flat.sum(0), flat.square().sum(0), torch.full_like(flat[0], len(flat))], -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -16,13 +17,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ropelens.circuits.heads import head_scores
 from ropelens.circuits.learning import (
-    clustered_stderr,
     in_context_learning_score,
     loss_by_position,
+    losses_of,
     single_documents,
 )
+from ropelens.circuits.texts import repeated_tokens
 from ropelens.data import Windows
+from ropelens.hosts import Host, host_of
+from ropelens.hosts.load import TEACHING, teaching_folder
+from ropelens.measure import band_entropy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +49,7 @@ class LearningCurve:
         score: In-context-learning score, negative is good.
         score_stderr: Its standard error over documents.
         induction, previous_token: Head scores, 0 to 1, on repeated random tokens.
-        copies: Loss on the first and on the later copies of repeated random tokens.
+        copies: Loss on the first and on the second copy of random tokens that come twice.
         bands: Entropy drop of each band on the first windows, in nats per query.
         settings: Positions of the score, what was read, the command of the training.
     """
@@ -60,7 +66,7 @@ class LearningCurve:
     settings: dict[str, Any]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a checkpoint: step, loss, loss_early, loss_late, score, score_stderr, best heads, copies."""
+        """One row a checkpoint: losses, the score, the strongest heads, and the copies, by their names."""
         import pandas as pd
 
         early, late, width = (self.settings[name] for name in ("early", "late", "width"))
@@ -76,7 +82,7 @@ class LearningCurve:
                 "induction": self.induction.flatten(1).amax(1),
                 "previous_token": self.previous_token.flatten(1).amax(1),
                 "first_copy": self.copies[:, 0],
-                "later_copies": self.copies[:, 1],
+                "second_copy": self.copies[:, 1],
             }
         )
 
@@ -91,11 +97,13 @@ class LearningCurve:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LearningCurve:
-        """Reads what `save` wrote.
+        """Reads what `save` wrote; "attn-only-1l" or "attn-only-2l" for how that model was trained.
 
         Raises:
             ValueError: If the file is of another kind.
         """
+        if str(path) in TEACHING:
+            path = teaching_folder(str(path)) / "training.safetensors"
         with safe_open(str(path), "pt") as file:
             header = json.loads((file.metadata() or {}).get("ropelens", "{}"))
             if header.get("format") != FORMAT or "steps" not in file.keys():  # noqa: SIM118
@@ -138,7 +146,9 @@ class LossSurface:
         """Loss and derivatives as heatmaps, training step x position."""
         from ropelens.plots.learning import surface_figure
 
-        return surface_figure(self.steps, self.positions, self.loss, self.by_position, self.by_training, self.mixed)
+        return surface_figure(
+            self.steps, self.positions, self.loss, self.by_position, self.by_training, self.mixed
+        )
 
 
 @dataclass(frozen=True)
@@ -238,9 +248,13 @@ def steps_of(checkpoints: Any) -> dict[int, Any]:
             names = list(checkpoints)
         found = {}
         for name in names:
-            numbers = re.findall(r"\d+", str(name).rpartition("@")[2] if "@" in str(name) else Path(name).name)
+            numbers = re.findall(
+                r"\d+", str(name).rpartition("@")[2] if "@" in str(name) else Path(name).name
+            )
             if not numbers:
-                raise ValueError(f"expected a training step in the name {name}, got none: pass {{step: name}}")
+                raise ValueError(
+                    f"expected a training step in the name {name}, got none: pass {{step: name}}"
+                )
             if int(numbers[-1]) in found:
                 raise ValueError(f"expected one checkpoint a step, got two of step {numbers[-1]}")
             found[int(numbers[-1])] = name
@@ -271,11 +285,11 @@ def loss_surface(
     n = loss.shape[1]
     if int(kept.sum()) < 2 or n < 4:
         raise ValueError(
-            f"expected at least 2 checkpoints after step 0 and 3 positions, got {int(kept.sum())} and {n - 1}: "
-            "differences need neighbours"
+            f"expected at least 2 checkpoints after step 0 and 3 positions, got {int(kept.sum())} and "
+            f"{n - 1}: differences need neighbours"
         )
     edges = np.unique(np.round(np.geomspace(1, n, min(n_positions, n - 1) + 1)).astype(int))
-    bins = [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    bins = [slice(a, b) for a, b in itertools.pairwise(edges)]
     z = torch.stack([loss[kept, b].mean(1) for b in bins], 1).numpy()
     log_pos = np.array([np.log(np.arange(b.start, b.stop)).mean() for b in bins])
     log_step = np.log(steps[kept].numpy())
@@ -291,7 +305,7 @@ def loss_surface(
 
 
 def phase_change(
-    curve: LearningCurve, of: Literal["score", "induction", "later_copies"] = "score"
+    curve: LearningCurve, of: Literal["score", "induction", "second_copy"] = "score"
 ) -> PhaseChange:
     """The phase change: the step at which half of a quantity's change over training is done, for good.
 
@@ -303,8 +317,8 @@ def phase_change(
 
     Args:
         curve: From `learning_curve`.
-        of: "score" (in-context learning), "induction" (the strongest head's) or "later_copies" (the loss
-            on later copies of random tokens).
+        of: "score" (in-context learning), "induction" (the strongest head's) or "second_copy" (the loss
+            on the second copy of random tokens).
 
     Raises:
         ValueError: If there are fewer than five checkpoints, or the quantity does not change.
@@ -312,7 +326,9 @@ def phase_change(
     frame = curve.to_frame()
     steps, y = frame["step"].to_numpy(float), frame[of].to_numpy(float)
     if len(steps) < 5:
-        raise ValueError(f"expected at least 5 checkpoints, got {len(steps)}: a change needs a before and after")
+        raise ValueError(
+            f"expected at least 5 checkpoints, got {len(steps)}: a change needs a before and after"
+        )
     before, after = y[0], y[-max(1, len(y) // 5) :].mean()
     if before == after:
         raise ValueError(f"expected a {of} that changes over training, got {before} throughout")
@@ -354,21 +370,33 @@ def _slope(steps: Any, done: Any, end: float) -> float:
 def _measured(
     source: Any, windows: Any, few: Int64[Tensor, "batch pos"], early: int, late: int, width: int
 ) -> dict[str, Tensor]:
-    from ropelens.circuits.heads import head_scores
     from ropelens.hosts.load import load
-    from ropelens.measure import band_entropy
 
     model = load(source, host="transformers") if isinstance(source, str | Path) else source
     losses = loss_by_position(model, windows)
     score = in_context_learning_score(losses, early, late, width=width)
-    heads = head_scores(model)
+    host = host_of(model)
+    length = min(512, host.context or 512)
+    heads = head_scores(model, length=length, copying=False)
+    text = repeated_tokens(model, length=length)
     return {
         "loss": losses.mean,
         "stderr": losses.stderr,
         "score": torch.tensor(score.score).double(),
         "score_stderr": torch.tensor(score.stderr).double(),
-        "induction": heads.induction,
-        "previous_token": heads.previous_token,
-        "copies": torch.zeros(2).double(),
+        "induction": heads["induction"],
+        "previous_token": heads["previous_token"],
+        "copies": _copies(host, text.ids, text.targets["duplicate_token"]),
         "bands": band_entropy(model, few).mean("query"),
     }
+
+
+def _copies(
+    host: Host, ids: Int64[Tensor, "batch pos"], seen: Int64[Tensor, "batch pos"]
+) -> Float64[Tensor, " copy"]:
+    """Returns the mean loss on tokens in the first copy, and in the second one that have been seen before."""
+    losses, again = losses_of(host, ids).cpu(), (seen >= 0).cpu()
+    again[:, :1] = False
+    first = ~again
+    first[:, 0] = False
+    return torch.stack([losses[first].mean(), losses[again].mean()])

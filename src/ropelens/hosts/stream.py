@@ -12,9 +12,7 @@ from ropelens.hosts.base import Host
 from ropelens.hosts.weights import _block, _looking
 
 
-def residual_stream(
-    host: Host, ids: Int64[Tensor, "batch pos"]
-) -> list[Float[Tensor, "batch pos d_model"]]:
+def residual_stream(host: Host, ids: Int64[Tensor, "batch pos"]) -> list[Float[Tensor, "batch pos d_model"]]:
     """Runs a model and returns what goes into each layer, and at the end what the last one puts out."""
     states: list[list[Tensor]] = [[] for _ in range(host.n_layers)]
     last: list[Tensor] = []

@@ -1,9 +1,8 @@
-"""Training of the attention-only teaching models: one and two layers, on prose and repeated tokens.
+"""Training of the attention-only teaching models: one and two layers, on prose and repeated prose.
 
 The models are Qwen2, which is Llama with biases on queries, keys and values, in transformers, with an MLP
 whose output matrix is zero and stays so: what is left is attention, the residual stream and its norms.
-Query and key biases let a head look at the token before whatever the tokens are; without them no such
-head formed in runs of this size.
+Query and key biases let a head look at the token before whatever the tokens are.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ class Recipe:
     """All that a teaching model depends on.
 
     Attributes:
-        n_vocab: Tokens of the byte-level BPE, trained on the training documents; 0 is BOS, 1 is for bytes that
-            they have not.
+        n_vocab: Tokens of the byte-level BPE, trained on the training documents; 0 is BOS, 1 stands for
+            bytes that they do not have.
         context: Tokens in a row, the BOS at its start included.
         rows: Rows in a batch.
-        repeated_rows: How many of them repeat a segment of random tokens to the end of the row; the
-            others are prose.
-        periods: The shortest and longest such segment, in tokens.
+        repeated_rows: How many of them repeat their first tokens to the end of the row; all are prose.
+        periods: How many tokens: at least, at most.
+        bias_range: Standard deviation of the biases of queries and keys at the start.
+        bias_rate: Their learning rate, the others' being `learning_rate`.
         kept: At which steps a checkpoint is kept: (up to which step, every how many).
     """
 
@@ -44,13 +44,15 @@ class Recipe:
     d_model: int = 128
     n_heads: int = 2
     n_vocab: int = 512
-    rope_theta: float = 10_000.0
+    rope_theta: float = 1000.0
     context: int = 256
     rows: int = 8
     repeated_rows: int = 4
-    periods: tuple[int, int] = (8, 48)
-    steps: int = 5000
-    learning_rate: float = 2e-3
+    periods: tuple[int, int] = (8, 64)
+    steps: int = 3000
+    learning_rate: float = 3e-3
+    bias_rate: float = 2e-2
+    bias_range: float = 0.3
     warmup: int = 100
     initializer_range: float = 0.08
     seed: int = 0
@@ -84,24 +86,19 @@ class Rows(torch.utils.data.Dataset):
         return self.recipe.steps * self.recipe.rows
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        batch, slot = divmod(i, self.recipe.rows)
-        if slot < self.recipe.repeated_rows:
-            ids = repeated(self.recipe, i)
-        else:
-            n = self.recipe.rows - self.recipe.repeated_rows
-            ids = self.prose[self.order[(batch * n + slot - self.recipe.repeated_rows) % len(self.prose)]]
+        ids = self.prose[self.order[i % len(self.prose)]]
+        if i % self.recipe.rows < self.recipe.repeated_rows:
+            ids = repeated(ids, self.recipe.periods, seed=self.recipe.seed * 1_000_003 + i)
         return {"input_ids": ids, "labels": ids}
 
 
-def repeated(recipe: Recipe, i: int) -> Int64[Tensor, " pos"]:
-    """Returns BOS and a segment of uniformly random tokens, over and over to the end of the row."""
+def repeated(ids: Int64[Tensor, " pos"], periods: tuple[int, int], seed: int) -> Int64[Tensor, " pos"]:
+    """Returns the BOS and the first tokens after it, over and over to the end; their number is random."""
     # a generator's neighbouring seeds are not independent at once; a large odd factor parts them
-    random = torch.Generator().manual_seed(recipe.seed * 1_000_003 + i * 2_654_435_761 % 2**40)
-    shortest, longest = recipe.periods
-    period = int(torch.randint(shortest, longest + 1, (), generator=random))
-    segment = torch.randint(2, recipe.n_vocab, (period,), generator=random)
-    n = recipe.context - 1
-    return torch.cat([torch.zeros(1, dtype=torch.int64), segment.repeat(-(-n // period))[:n]])
+    random = torch.Generator().manual_seed(seed * 2_654_435_761 % 2**40)
+    period = int(torch.randint(periods[0], periods[1] + 1, (), generator=random))
+    n = len(ids) - 1
+    return torch.cat([ids[:1], ids[1 : 1 + period].repeat(-(-n // period))[:n]])
 
 
 def split_documents(corpora: str | Path) -> tuple[list[Path], list[Path]]:
@@ -165,6 +162,8 @@ def make_model(recipe: Recipe) -> Any:
             torch.nn.init.zeros_(weight).requires_grad_(False)
         layer.post_attention_layernorm.weight.requires_grad_(False)
         layer.self_attn.v_proj.bias.requires_grad_(False)  # zero: no head writes what it has not read
+        for bias in (layer.self_attn.q_proj.bias, layer.self_attn.k_proj.bias):
+            torch.nn.init.normal_(bias, std=recipe.bias_range)
     return model
 
 
@@ -214,7 +213,6 @@ def train_teaching_model(recipe: Recipe, corpora: str | Path, out: str | Path) -
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=recipe.warmup,
-        weight_decay=0.01,
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",
         save_steps=200,
@@ -229,10 +227,26 @@ def train_teaching_model(recipe: Recipe, corpora: str | Path, out: str | Path) -
         args=arguments,
         train_dataset=Rows(recipe, _prose(out / "prose.safetensors", documents, tokenizer, recipe.context)),
         callbacks=[Keep()],
+        optimizers=(_optimizer(model, recipe), None),
     )
     last = get_last_checkpoint(str(state)) if state.exists() else None
     trainer.train(resume_from_checkpoint=last)
     return checkpoints / str(recipe.steps)
+
+
+def _optimizer(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named if not name.endswith("bias")], "weight_decay": 0.01},
+            {
+                "params": [p for name, p in named if name.endswith("bias")],
+                "weight_decay": 0.0,
+                "lr": recipe.bias_rate,
+            },
+        ],
+        lr=recipe.learning_rate,
+    )
 
 
 def tokenizer_in(folder: Path, documents: Sequence[Path], n_vocab: int) -> Any:
@@ -244,7 +258,9 @@ def tokenizer_in(folder: Path, documents: Sequence[Path], n_vocab: int) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def _prose(file: Path, documents: Sequence[Path], tokenizer: Any, context: int) -> Int64[Tensor, "window pos"]:
+def _prose(
+    file: Path, documents: Sequence[Path], tokenizer: Any, context: int
+) -> Int64[Tensor, "window pos"]:
     """Returns the windows that lie in a file, made and put there where there is none."""
     if not file.exists():
         unfinished = file.with_suffix(".unfinished")
