@@ -14,8 +14,7 @@ from ropelens.hosts import Host
 from ropelens.hosts.certify import rebuild_scores
 from ropelens.hosts.layer import LayerClaim, LayerSpec
 from ropelens.hosts.masks import visible_keys
-from ropelens.hosts.stream import residual_stream
-from ropelens.hosts.weights import Ends, LayerWeights, ends, layer_weights
+from ropelens.hosts.weights import Ends, LayerWeights, ends, layer_weights, watching
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +99,17 @@ def freeze(host: Host, ids: Int64[Tensor, "batch pos"]) -> Frozen:
             )
         patterns[layer] = pattern(q, k, host.certificate.layers[layer])
 
+    states: dict[int, Tensor] = {}
+
+    def keep(layer: int, x: Tensor) -> None:
+        states[layer] = x.double().clone()
+
     ids = ids.to(host.device)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(host.observing(list(layers), take))
-        stream = [x.double() for x in residual_stream(host, ids)]
+        stack.enter_context(watching(host, keep))
+        host.run(ids, None, logits=False)
+        stream = [states[layer] for layer in range(host.n_layers + 1)]
         before, after, other = [], [], []
         for layer, w in enumerate(weights):
             x = stream[layer]
