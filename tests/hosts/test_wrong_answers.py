@@ -163,6 +163,7 @@ def test_the_window_is_not_off_by_one():
     assert int(found.visible.sum()) == families.WINDOW
     expected = entropy_drops(pattern, families.WINDOW)
     torch.testing.assert_close(measured_drops(scores, 1), expected, rtol=0, atol=1e-7)
+    assert scores.n_pairs[1] == sum(min(p + 1, families.WINDOW) for p in range(ids.shape[1]))
 
 
 def test_the_softcap_is_in_the_path():
