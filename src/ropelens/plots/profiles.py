@@ -58,7 +58,7 @@ def layer_profiles(profiles: Mapping[str, pd.DataFrame]) -> go.Figure:
     figure.update_layout(
         template=TEMPLATE,
         height=360,
-        yaxis={"title": {"text": "centroid (tokens)"}, "type": "log"},
+        yaxis={"title": {"text": "centroid (tokens)"}, "type": "log", "dtick": 1},
         yaxis2={"title": {"text": "effective number of bands"}, "rangemode": "tozero"},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     )
