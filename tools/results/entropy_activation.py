@@ -69,7 +69,8 @@ def claims() -> str:
             last = frame[frame["layer"] == 29][column]
             rows.append([f"{metric}: {what}", *cells, f"{last.mean():.2f} ± {last.sem():.2f}"])
         top = [*thirds(frame, "top_share"), frame[frame["layer"] == 29]["top_share"]]
-        rows.append([f"{metric}: heads whose top band has over half", *(f"{(t > 0.5).mean():.0%}" for t in top)])
+        dominated = [f"{(share > 0.5).mean():.0%}" for share in top]
+        rows.append([f"{metric}: heads whose top band has over half", *dominated])
         total = scores.mean("query" if metric == "entropy" else "pair").sum(-1)
         size = [total[a:b].mean().item() for a, b in ((0, 10), (10, 20), (20, 30), (29, 30))]
         unit = "nats a query" if metric == "entropy" else "logits a pair"
@@ -106,7 +107,8 @@ def halves() -> str:
 def first_key() -> str:
     """Returns the part of the first key, and what the bands of a head share without it."""
     entropy, activation = load("entropy"), load("activation")
-    assert entropy.first is not None and activation.first is not None
+    assert entropy.first is not None
+    assert activation.first is not None
     later = entropy.without_first()
     parts = by_range(shares(later.values), later.bands.wavelength[0])
     spread = later.profile()
