@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from attention_only import attention_only
 from double import Double
 
 import ropelens as rl
+from attention_only import attention_only
 from ropelens.circuits import PositionLosses, in_context_learning_score, loss_by_position
 
 

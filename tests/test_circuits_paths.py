@@ -5,9 +5,9 @@ from itertools import combinations
 import pytest
 import tiny
 import torch
-from attention_only import attention_only
 from double import Double
 
+from attention_only import attention_only
 from ropelens.circuits.frozen import freeze
 from ropelens.circuits.paths import bigrams, path_importance
 from ropelens.hosts import host_of

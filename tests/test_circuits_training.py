@@ -5,9 +5,9 @@ import math
 import pytest
 import tiny
 import torch
-from attention_only import attention_only
 from double import Double
 
+from attention_only import attention_only
 from ropelens.circuits import (
     LearningCurve,
     in_context_learning_score,

@@ -3,10 +3,10 @@
 import pytest
 import tiny
 import torch
-from attention_only import attention_only
 from double import Double
 from transformers.models.qwen2 import modeling_qwen2
 
+from attention_only import attention_only
 from ropelens.circuits import copied_tokens, skip_trigrams
 
 
