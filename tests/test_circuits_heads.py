@@ -222,6 +222,21 @@ def test_without_a_band_is_what_the_model_does_without_it(family: str):
     assert found.residual <= 1e-6
 
 
+def test_layers_without_rotation_have_no_bands():
+    model = tiny.plain("smollm3")
+    options = {"n_sequences": 2, "length": 20}
+    found = rl.circuits.head_bands(model, n_queries=4, **options)
+    assert found.attribution[1].isnan().all()
+    assert found.attribution[0].isfinite().all()
+    torch.testing.assert_close(found.rest[1], found.score[1], rtol=0, atol=1e-6)
+    assert rl.circuits.qk_eigenvalues(model, by_band=True)[1].real.isnan().all()
+    near, far = (rl.circuits.qk_eigenvalues(model, distance=d)[1] for d in (1, 9))
+    assert torch.equal(near, far)
+    kernel = rl.circuits.positional_kernel(model, tiny.ids(1), distances=(0, 5))
+    assert kernel.values[1].isnan().all()
+    assert kernel.rest[1].isfinite().all()
+
+
 def test_band_scores_refuse_what_is_not_there(pair):
     with pytest.raises(ValueError, match="expected one of"):
         rl.circuits.head_bands(pair, "inductive")

@@ -147,7 +147,7 @@ def ablate_together(model: Any, bands: pd.DataFrame, top: dict[str, Heads], n: i
     heads' bands ablated, through the circuit alone.
     """
     host = host_of(model)
-    text = rl.circuits.repeated_tokens(model, n_sequences=8, length=129, seed=2)
+    text = rl.circuits.repeated_tokens(model, n_sequences=6, length=96, seed=2)
     targets = {"induction": text.targets["induction"]}
     generator = torch.Generator().manual_seed(1)
     own = {(kind, *head): carrying(bands, kind, *head, n) for kind in KINDS for head in top[kind]}
@@ -155,7 +155,7 @@ def ablate_together(model: Any, bands: pd.DataFrame, top: dict[str, Heads], n: i
     runs: list[tuple[str, str, dict[tuple[int, int], list[int]]]] = [("none", "none", {})]
     for kind in KINDS:
         runs.append((kind, "own", {head: own[kind, *head] for head in top[kind]}))
-        for draw in range(8):
+        for draw in range(4):
             drawn = {h: others(own[kind, *h], host.bands.n_bands, n, generator) for h in top[kind]}
             runs.append((kind, f"others {draw}", drawn))
     rows = []

@@ -13,7 +13,7 @@ from torch import Tensor
 import ropelens_kernels as kernels
 from ropelens.bands import Bands
 from ropelens.circuits.eigenvalues import Heads
-from ropelens.circuits.patterns import attention_at, attention_without, each_layer
+from ropelens.circuits.patterns import attention_at, attention_without, each_layer, of_heads
 from ropelens.circuits.texts import LENGTHS, repeated_tokens, shuffled_chunks
 from ropelens.hosts import LayerSpec, host_of
 
@@ -158,15 +158,15 @@ def head_bands(
         nonlocal residual
         spec = specs[layer]
         mine = [head for at, head in asked if at == layer]
-        own = len(spec.rotation.pairs)
-        paid = attention_at(q, k, spec, {kind: target})[kind].cpu()
-        left = attention_without(q, k, spec, target, list(spec.rotation.pairs.to(q.device)))
-        for head in mine:
-            score[layer, head] = paid[head]
-            without[layer, head, :own] = left[:, head].cpu()
-            attribution[layer, head, :own], rest[layer, head], missed = _attributed(
-                q, k, spec, target, head, tol
-            )
+        some = of_heads(q, k, spec, mine)
+        pairs = spec.rotation.pairs.to(q.device)
+        paid = attention_at(*some, {kind: target})[kind].cpu()
+        left = attention_without(*some, target, list(pairs)).cpu()
+        for i, head in enumerate(mine):
+            one = of_heads(q, k, spec, [head])
+            score[layer, head] = paid[i]
+            without[layer, head, : len(pairs)] = left[:, i]
+            attribution[layer, head, : len(pairs)], rest[layer, head], missed = _attributed(*one, target, tol)
             residual = max(residual, missed)
 
     each_layer(host, text.ids, take, layers=sorted({layer for layer, _ in asked}), progress=progress)
@@ -184,22 +184,21 @@ def head_bands(
 
 
 def _attributed(
-    q: Tensor, k: Tensor, spec: LayerSpec, target: Int64[Tensor, "batch pos"], head: int, tol: float
+    q: Tensor, k: Tensor, spec: LayerSpec, target: Int64[Tensor, "batch pos"], tol: float
 ) -> tuple[Float64[Tensor, " band"], Float64[Tensor, ""], float]:
-    """Returns a head's attribution at its targets, a mean over sequences of the mean over queries."""
-    kv_head = head // (q.shape[2] // k.shape[2])
+    """Returns one head's attribution at its targets, a mean over sequences of the mean over queries."""
     bands, rest, residual = [], [], 0.0
     for row in range(len(q)):
         queries = (target[row] >= 0).nonzero().flatten()
         last = int(queries[-1]) + 1
         found = kernels.attribution(
-            q[[row], :last][:, :, [head]],
-            k[[row], :last][:, :, [kv_head]],
+            q[[row], :last],
+            k[[row], :last],
             pairs=spec.rotation.pairs.to(q.device),
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
-            sinks=None if spec.sinks is None else spec.sinks[[head]],
+            sinks=spec.sinks,
             tol=tol,
             queries=queries,
         )

@@ -55,6 +55,18 @@ def _fastest(host: Host) -> AbstractContextManager[None]:
         return nullcontext()
 
 
+def of_heads(
+    q: Float[Tensor, "batch pos head d_head"],
+    k: Float[Tensor, "batch pos kv_head d_head"],
+    spec: LayerSpec,
+    heads: Sequence[int],
+) -> tuple[Float[Tensor, "batch pos some d_head"], Float[Tensor, "batch pos some d_head"], LayerSpec]:
+    """The queries, keys and sinks of some heads of a layer, keys once for each of them."""
+    group = q.shape[2] // k.shape[2]
+    sinks = None if spec.sinks is None else spec.sinks[list(heads)]
+    return q[:, :, list(heads)], k[:, :, [head // group for head in heads]], replace(spec, sinks=sinks)
+
+
 def attention_at(
     q: Float[Tensor, "batch pos head d_head"],
     k: Float[Tensor, "batch pos kv_head d_head"],
@@ -102,18 +114,15 @@ def score_blocks(
     spec: LayerSpec,
     asked: Int64[Tensor, " row"],
     raw: bool = False,
-    sinks: Float[Tensor, " head"] | None = None,
 ) -> Iterator[tuple[Int64[Tensor, " row"], Float[Tensor, "batch head row key"], Tensor | None]]:
     """Yields rows, their scores (-inf where a key is not visible) and the logarithm of their sum.
 
     Args:
         asked: The query positions.
         raw: Scores before softcap and mask, and no sum.
-        sinks: Of these heads, where q holds some of the layer's only.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(dtype), k.to(dtype)
-    spec = spec if sinks is None else replace(spec, sinks=sinks)
     step = max(1, BLOCK // (q.shape[0] * q.shape[1] * q.shape[2]))
     for rows in asked.split(step):
         scores = _scores(q[:, rows], k, spec)

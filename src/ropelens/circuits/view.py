@@ -11,7 +11,7 @@ from einops import einsum
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
-from ropelens.circuits.patterns import attention_at, each_layer, score_blocks
+from ropelens.circuits.patterns import attention_at, each_layer, of_heads, score_blocks
 from ropelens.hosts import Host, host_of
 from ropelens.hosts.tokens import token_strings, tokens_of
 from ropelens.hosts.weights import LayerWeights, ends, layer_weights, watching, watching_attention
@@ -205,10 +205,8 @@ def head_view(
             state[at] = x[0].double()
 
     def take(_: int, q: Tensor, k: Tensor) -> None:
-        kv_head = head // (q.shape[2] // k.shape[2])
-        one = q[:, :, [head]], k[:, :, [kv_head]]
-        sinks = None if spec.sinks is None else spec.sinks[[head]]
-        for rows, scores, norm in score_blocks(*one, spec, torch.arange(n, device=q.device), sinks=sinks):
+        one = of_heads(q, k, spec, [head])
+        for rows, scores, norm in score_blocks(*one, torch.arange(n, device=q.device)):
             assert norm is not None
             pattern[rows] = (scores - norm[..., None]).exp()[0, 0].double()
 
