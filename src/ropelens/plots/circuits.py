@@ -106,6 +106,8 @@ def corner_plot(
         named: The (layer, head) to write beside their points.
     """
     layers, heads = (~(ov.isnan() | qk.isnan())).nonzero().unbind(1)
+    order = colour[layers, heads].argsort()  # the strongest last, on top
+    layers, heads = layers[order], heads[order]
     labels = [f"{layer}.{head}" for layer, head in zip(layers.tolist(), heads.tolist(), strict=True)]
     wanted = {f"{layer}.{head}" for layer, head in named}
     figure = go.Figure(
@@ -114,7 +116,7 @@ def corner_plot(
             y=qk[layers, heads].numpy(),
             mode="markers+text",
             text=[label if label in wanted else "" for label in labels],
-            textposition="middle left",
+            textposition="bottom center",
             customdata=np.stack([np.array(labels), colour[layers, heads].numpy().round(4).astype(str)], 1),
             marker={
                 "size": 9,
