@@ -23,10 +23,13 @@ NAMES = [
     "band_fisher",
     "collect",
     "entropy_hooks",
+    "frequencies",
     "inspect",
     "load",
     "observe",
     "random_scores",
+    "resample_frequencies",
+    "set_frequencies",
     "windows",
 ]
 

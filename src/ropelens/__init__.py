@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ropelens.hooks import activation_hooks, entropy_hooks, observe
     from ropelens.hosts.inspection import inspect
     from ropelens.hosts.load import load
+    from ropelens.interventions import frequencies, resample_frequencies, set_frequencies
     from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher
     from ropelens.metrics import ActivationAccumulator, EntropyAccumulator
     from ropelens.scores import BandAttribution, BandScores, random_scores
@@ -34,10 +35,13 @@ __all__ = [
     "band_fisher",
     "collect",
     "entropy_hooks",
+    "frequencies",
     "inspect",
     "load",
     "observe",
     "random_scores",
+    "resample_frequencies",
+    "set_frequencies",
     "windows",
 ]
 
@@ -54,10 +58,13 @@ _HOME = {
     "band_fisher": "measure",
     "collect": "streaming",
     "entropy_hooks": "hooks",
+    "frequencies": "interventions",
     "inspect": "hosts.inspection",
     "load": "hosts.load",
     "observe": "hooks",
     "random_scores": "scores",
+    "resample_frequencies": "interventions",
+    "set_frequencies": "interventions",
     "windows": "data",
 }
 

@@ -42,12 +42,17 @@ def host_of(model: Any) -> Host:
         ValueError: If the model is of another kind, or one of its layers cannot be rebuilt.
     """
     host = uncertified(model)
+    if host.asked is not None and host.turning_now() is None:
+        raise ValueError(
+            "this model's config names frequencies (ropelens_inv_freq) that it does not turn with: load it "
+            "with ropelens.load, or give it a config without them"
+        )
     state = state_of(host)
     known = _certificates.get(model)
     if known is None or known[0] != state:
         known = (state, certify(host))
         _certificates[model] = known
-    host.certificate = known[1]
+    host.certificate, host.certified_turning = known[1], host.turning_now()
     return host
 
 

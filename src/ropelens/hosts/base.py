@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from ropelens.bands import Bands
 from ropelens.hosts.layer import Certificate, LayerClaim, LayerView, Rotation
 
+CONFIG = "ropelens_inv_freq"  # where a transformers config keeps frequencies that were set
 Consumer = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """Takes (layer, q, k, mask, sound) of one layer in one forward pass.
 
@@ -31,16 +32,28 @@ nothing attends to, it means nothing.
 """
 
 
+@runtime_checkable
+class Turned(Protocol):
+    """Frequencies that were set in a model."""
+
+    @property
+    def key(self) -> object:
+        """Equal for equal frequencies."""
+        ...
+
+
 class Host(ABC):
     """A model seen through the points that ropelens reads and edits.
 
     Subclasses say how a library runs the model, what it claims about a layer, and how its queries
-    and keys are reached. `certificate` is set once the claims have been checked.
+    and keys are reached. `certificate` is set once the claims have been checked, and `certified_turning`
+    to what `turning_now` was then.
     """
 
     kind: str
     model: Any
     certificate: Certificate
+    certified_turning: Turned | None = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -132,18 +145,64 @@ class Host(ABC):
         ...
 
     @abstractmethod
+    def turn(self, rows: Sequence[Float64[Tensor, " band"] | None]) -> Callable[[], None]:
+        """Makes each layer rotate with other frequencies, at any length; returns what undoes it.
+
+        Angles are computed as the model computes them. What was certified before does not hold then.
+
+        Args:
+            rows: Radians per token of each layer's bands; None leaves a layer as it is.
+        """
+        ...
+
+    @abstractmethod
+    def turning_now(self) -> Turned | None:
+        """Returns what stands for the frequencies that were set last; None if the model has its own."""
+        ...
+
+    @abstractmethod
     def fast(self) -> AbstractContextManager[None]:
         """Computes attention outputs the fastest exact way that the host has, inside the block."""
         ...
 
+    @contextmanager
+    def turning(self, rows: Sequence[Float64[Tensor, " band"] | None]) -> Iterator[None]:
+        """As `turn`, inside the block."""
+        undo = self.turn(rows)
+        try:
+            yield
+        finally:
+            undo()
+
+    @property
+    def text_config(self) -> Any:
+        """The transformers config of the language model; None if there is none."""
+        return None
+
+    @property
+    def asked(self) -> object | None:
+        """The frequencies that the model's config asks for; None if it has its own."""
+        return getattr(self.text_config, CONFIG, None)
+
+    def turn_for_good(self, rows: Sequence[Float64[Tensor, " band"] | None]) -> None:
+        """As `turn`, and has the model's config ask for them, where it has one."""
+        self.turn(rows)
+        if self.text_config is not None:
+            setattr(self.text_config, CONFIG, [None if row is None else row.tolist() for row in rows])
+
     # What follows from it -----------------------------------------------------------------------------
 
     def require_steady(self, n: int) -> None:
-        """Refuses a text that is so long that the model would turn it with other frequencies.
+        """Refuses a text that the model would turn with other frequencies than the certified ones.
 
         Raises:
-            ValueError: If `n` tokens are more than `steady`.
+            ValueError: If `n` tokens are more than `steady`, or other frequencies were set meanwhile.
         """
+        if self.turning_now() is not self.certified_turning:
+            raise ValueError(
+                "the model's frequencies were set or reset after this measurement began: begin it inside the "
+                "block of ropelens.frequencies"
+            )
         if self.steady is not None and n > self.steady:
             raise ValueError(
                 f"expected at most {self.steady} tokens, got {n}: this model's scaling turns longer texts "

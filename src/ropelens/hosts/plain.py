@@ -7,10 +7,10 @@ and the norms; scale, softcap, window and sinks come along by name.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,8 +23,20 @@ from ropelens.hosts.layer import LayerClaim, LayerSpec, LayerView, Rotation
 from ropelens.hosts.masks import is_certified, pads_at_ends, visible_keys
 from ropelens.hosts.passes import Passes
 from ropelens.hosts.positions import RotaryPositions
-from ropelens.hosts.rotary import rotations_from, steady_length
+from ropelens.hosts.rotary import buffered, rotations_from, steady_length
 from ropelens.hosts.taps import Call, Tap, implementation_of, switched, tapped
+from ropelens.hosts.turning import (
+    LayerTables,
+    Row,
+    Turning,
+    is_turning_hook,
+    rotary_modules,
+    set_turning,
+    turning_of,
+)
+
+
+ATTENTION = ("self_attn", "attention", "attn", "self_attention")  # what transformers calls these modules
 
 
 class PlainHost(Host):
@@ -86,7 +98,9 @@ class PlainHost(Host):
         names = ("scaling", "attn_logit_softcapping", "sliding_window")
         modules = (m for m in self.model.modules() if hasattr(m, "layer_idx"))
         values = tuple(tuple(getattr(m, name, None) for name in names) for m in modules)
-        return (implementation_of(self.owner), *(v for v in values if any(x is not None for x in v)))
+        turning = self.turning_now()
+        known = (implementation_of(self.owner), None if turning is None else turning.key)
+        return (*known, *(v for v in values if any(x is not None for x in v)))
 
     def probe(self, ids: Int64[Tensor, "batch pos"]) -> list[LayerView]:
         return self._probe(ids)
@@ -100,7 +114,7 @@ class PlainHost(Host):
 
     def _probe(self, ids: Int64[Tensor, "batch pos"], **extra: Tensor) -> list[LayerView]:
         views: dict[int, LayerView] = {}
-        tables: list[tuple[Tensor, Tensor]] = []
+        tables: list[tuple[int | None, Tensor, Tensor]] = []
 
         def look(call: Call) -> None:
             if call.layer in views:
@@ -120,7 +134,7 @@ class PlainHost(Host):
                 visible=shown.expand(len(call.q), -1, -1, -1),
                 v=call.v.transpose(1, 2),
                 output=call.output,
-                tables=tuple(tables),
+                tables=tuple((cos, sin) for of, cos, sin in tables if of in (None, call.layer)),
                 given=call.options,
             )
 
@@ -146,12 +160,15 @@ class PlainHost(Host):
         )
 
     def rotations(self, layer: int, view: LayerView) -> list[Rotation]:
-        d_head = view.q.shape[-1]
+        d_head, turning = view.q.shape[-1], self.turning_now()
+        row = None if turning is None else turning.rows[layer]
         if view.tables:
-            return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, self.model)]
+            exact = buffered(self.model) if row is None else [row.float()]
+            return [r for cos, sin in view.tables for r in rotations_from(cos, sin, d_head, exact)]
         # GPT-J keeps no table to look at, and follows the textbook.
         width = getattr(self.config, "rotary_dim", None) or d_head
         ladder = Bands.uniform(1, d_head, base=10_000.0, rotary_dim=width).inv_freq[0]
+        ladder = ladder if row is None else row.float().double()
         return [Rotation(ladder, pair_dims(width, adjacent)) for adjacent in (False, True)]
 
     # What is observed and edited --------------------------------------------------------------------
@@ -180,6 +197,39 @@ class PlainHost(Host):
         tap = Tap(queries, keys, positions=positions)
         with positions.watching(sorted({*queries, *keys})), tapped(self.owner, tap):
             yield
+
+    @cached_property
+    def _rotary(self) -> list[torch.nn.Module]:
+        return rotary_modules(self.model)
+
+    def turning_now(self) -> Turning | None:
+        return turning_of(self._rotary)
+
+    def turn(self, rows: Sequence[Row | None]) -> Callable[[], None]:
+        return set_turning(self.model, self.attention, Turning(rows))
+
+    @property
+    def text_config(self) -> Any:
+        return self.config
+
+    @property
+    def attention(self) -> list[torch.nn.Module]:
+        """The attention module of each layer.
+
+        Raises:
+            ValueError: If there is not just one for each.
+        """
+        found: dict[int, list[torch.nn.Module]] = {}
+        for name, module in self.owner.named_modules():
+            if hasattr(module, "layer_idx") and name.rpartition(".")[2] in ATTENTION:
+                found.setdefault(module.layer_idx, []).append(module)
+        if sorted(found) != list(range(self.n_layers)) or any(len(m) > 1 for m in found.values()):
+            raise ValueError(
+                f"expected one attention module for each of the {self.n_layers} layers of a "
+                f"{type(self.model).__name__}, found {sum(map(len, found.values()))}: its frequencies cannot "
+                "be set"
+            )
+        return [found[layer][0] for layer in range(self.n_layers)]
 
     def fast(self) -> AbstractContextManager[None]:
         """SDPA, whatever was set; not with a softcap or sinks, which it does not know."""
@@ -284,7 +334,7 @@ def bare(owner: Any, model: torch.nn.Module) -> Iterator[None]:
             module.training = False
         for hooks, before in saved:
             for key, hook in before.items():
-                if not _of_a_library(hook):
+                if not _of_a_library(hook) and not is_turning_hook(hook):
                     del hooks[key]
         with switched(owner, implementation_of(owner)):
             yield
@@ -305,16 +355,26 @@ def _of_a_library(hook: Any) -> bool:
 
 
 @contextmanager
-def _tables_into(tables: list[tuple[Tensor, Tensor]], model: torch.nn.Module) -> Iterator[None]:
-    """Keeps the different (cos, sin) that the model's rotary modules make, a position a row."""
+def _tables_into(
+    tables: list[tuple[int | None, Tensor, Tensor]], model: torch.nn.Module
+) -> Iterator[None]:
+    """Keeps the different (cos, sin) that the model's rotary modules make, a position a row.
+
+    Those that are for one layer only come with its number.
+    """
 
     def keep(module: torch.nn.Module, args: Any, made: Any) -> None:
+        if isinstance(made, LayerTables):
+            for layer, table in enumerate(made.tables):
+                if isinstance(table, tuple) and len(table) == 2 and table[0].ndim == 3:
+                    tables.append((layer, table[0].detach().flatten(0, 1), table[1].detach().flatten(0, 1)))
+            return
         if isinstance(made, Tensor) and made.is_complex():
             made = made.real, made.imag
         if isinstance(made, tuple) and len(made) == 2 and made[0].ndim == 3:
             cos, sin = (table.detach().flatten(0, 1) for table in made)
-            if not any(c.shape == cos.shape and torch.equal(c.to(cos.device), cos) for c, _ in tables):
-                tables.append((cos, sin))
+            if not any(c.shape == cos.shape and torch.equal(c.to(cos.device), cos) for _, c, _ in tables):
+                tables.append((None, cos, sin))
 
     names = (name for name, _ in model.named_buffers() if name.endswith("inv_freq"))
     rotary = sorted({name.rpartition(".")[0] for name in names})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +15,20 @@ from ropelens.hosts.layer import Rotation
 
 
 def rotations_from(
-    cos: Float[Tensor, "pos width"], sin: Float[Tensor, "pos width"], d_head: int, module: torch.nn.Module
+    cos: Float[Tensor, "pos width"],
+    sin: Float[Tensor, "pos width"],
+    d_head: int,
+    exact: Sequence[Float[Tensor, " band"]],
 ) -> list[Rotation]:
     """Returns the rotations that a table of cos and sin may stand for.
 
     How the table repeats each angle does not say how the dims are paired (GLM repeats by halves and
     pairs neighbours), so both pairings are offered, and both widths that a table without repeats may
     mean. Which of them the queries went through is measured.
+
+    Args:
+        exact: The frequencies that the table may have been made from; those that agree with it replace
+            the ones that it shows, which are rounded.
     """
     # A table in half precision shows its angles to that precision only.
     rtol = max(2e-6, torch.finfo(cos.dtype).eps)
@@ -34,7 +43,7 @@ def rotations_from(
     if 2 * width <= d_head:
         ladders.append(angle)
     return [
-        Rotation(_exact(ladder, module, rtol), pair_dims(2 * len(ladder), adjacent), amplitude)
+        Rotation(_exact(ladder, exact, rtol), pair_dims(2 * len(ladder), adjacent), amplitude)
         for ladder in ladders
         if 2 * len(ladder) <= d_head
         for adjacent in (False, True)
@@ -49,13 +58,21 @@ def amplitude_of(cos: Float[Tensor, " width"], sin: Float[Tensor, " width"]) -> 
     return 1.0 if abs(amplitude - 1) <= eps else amplitude
 
 
-def _exact(ladder: Float[Tensor, " band"], module: torch.nn.Module, rtol: float) -> Float[Tensor, " band"]:
-    """Returns the model's own frequency buffer where one agrees with the angles seen."""
-    for name, buffer in module.named_buffers():
-        if name.endswith("inv_freq") and buffer.shape == ladder.shape:
-            exact = buffer.detach().double().cpu()
-            if torch.allclose(exact, ladder, rtol=rtol, atol=0):
-                return exact
+def buffered(module: torch.nn.Module) -> list[Float[Tensor, " band"]]:
+    """Returns the frequencies that a transformers model keeps in buffers."""
+    return [b.detach() for name, b in module.named_buffers() if name.endswith("inv_freq")]
+
+
+def _exact(
+    ladder: Float[Tensor, " band"], exact: Sequence[Float[Tensor, " band"]], rtol: float
+) -> Float[Tensor, " band"]:
+    for row in exact:
+        if row.shape == ladder.shape:
+            row = row.double().cpu()
+            miss = row - ladder
+            miss = miss.where(miss < math.pi, miss - 2 * math.pi)  # a table shows pi as -pi
+            if bool((miss.abs() <= rtol * row.abs()).all()):
+                return row
     return ladder
 
 
