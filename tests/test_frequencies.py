@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def test_all_hosts_turn_alike_beyond_2048_positions():
     config = families.FAMILIES["llama"].config(**(families.SMALL | LONG))
     torch.manual_seed(0)
     plain = families.FAMILIES["llama"].model_class(config).eval()
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.mul_(5 if weight.ndim > 1 else 1)
     ids, logits = tiny.ids(1, 2200), []
     for host in HOSTS:
         model = on(host, copy.deepcopy(plain))
@@ -121,12 +125,12 @@ def test_a_cache_is_used_with_the_frequencies_that_filled_it():
         with rl.frequencies(model, new):
             inside = model(ids, use_cache=True).cache
             with pytest.raises(ValueError, match="layer 0: expected a key-value cache that was filled under"):
-                model(ids[:, :1], past_key_values=outside)
+                model(ids[:, :1], cache=outside)
             with rl.frequencies(model, new / 2), pytest.raises(ValueError, match="turned otherwise"):
-                model(ids[:, :1], past_key_values=inside)
-            model(ids[:, :1], past_key_values=inside)
+                model(ids[:, :1], cache=inside)
+            model(ids[:, :1], cache=inside)
         with pytest.raises(ValueError, match="under frequencies that are no longer set"):
-            model(ids[:, :1], past_key_values=inside)
+            model(ids[:, :1], cache=inside)
 
 
 def test_training_goes_the_same_way_to_the_last_bit():
@@ -148,6 +152,7 @@ def test_training_goes_the_same_way_to_the_last_bit():
     assert torch.equal(*losses)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 def test_gradients_pass_with_checkpointed_layers():
     """They run again in the backward pass, when other positions may have been seen since."""
     gradients = []
@@ -164,26 +169,31 @@ def test_gradients_pass_with_checkpointed_layers():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
+def hooks_on(model: Any) -> int:
+    modules = host_of(model).module.modules()
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_blocks_nest_and_end_after_an_error(host: str):
     model, ids = made("llama", host), tiny.ids()
-    bands = rl.Bands.of(model)
+    bands, hooks = rl.Bands.of(model), hooks_on(model)
     one, two = any_frequencies(bands, 1), any_frequencies(bands, 2)
     with torch.no_grad():
         before = run(model, ids)
         with rl.frequencies(model, one):
             outer = run(model, ids)
-            with pytest.raises(RuntimeError, match="stop"), rl.frequencies(model, two):
+            with rl.frequencies(model, two):
                 inner = run(model, ids)
                 with rl.frequencies(model, one):
                     assert torch.equal(run(model, ids), outer)
                 assert torch.equal(run(model, ids), inner)
+            with pytest.raises(RuntimeError, match="stop"), rl.frequencies(model, two):
                 raise RuntimeError("stop")
             assert torch.equal(run(model, ids), outer)
         assert torch.equal(run(model, ids), before)
     assert not torch.equal(inner, outer)
-    modules = list(host_of(model).module.modules())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules if "Hook" not in str(type(m)))
+    assert hooks_on(model) == hooks
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -225,10 +235,9 @@ def run_quietly(model: Any, ids: torch.Tensor) -> None:
 )
 def test_what_cannot_be_set(change: Any, message: str):
     model = tiny.plain("llama")
-    with pytest.raises(ValueError) as error, rl.frequencies(model, change(rl.Bands.of(model).inv_freq)):
+    new = change(rl.Bands.of(model).inv_freq)
+    with pytest.raises(ValueError, match=re.escape(message)), rl.frequencies(model, new):
         pass
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_bands_that_a_layer_does_not_have_cannot_be_set():

@@ -25,7 +25,6 @@ from ropelens.hosts.rotary import buffered, rotations_from, steady_length
 from ropelens.hosts.turning import CACHES, Row, Turning, rotary_modules, set_turning, turning_of
 
 
-
 class BridgeHost(LensHost):
     """Reads a TransformerBridge from the transformers model inside it."""
 

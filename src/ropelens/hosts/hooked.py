@@ -17,7 +17,6 @@ from ropelens.hosts.lens import LensHost
 from ropelens.hosts.positions import HookedPositions
 from ropelens.hosts.rotary import amplitude_of
 
-
 TABLES, GROW = "calculate_sin_cos_rotary", "_extend_rotary_embeddings"  # of an attention module
 
 
@@ -128,7 +127,7 @@ class Tables:
         if isinstance(before, Tables):
             now = torch.where(before.kept, now, before.row)
         self.kept = row == now
-        self._amplitude = float(torch.hypot(sin[1].double(), cos[1].double()).mean())
+        self._amplitude = amplitude_of(cos[1], sin[1])
 
     def __call__(
         self, rotary_dim: int, n_ctx: int, base: float | int = 10_000, dtype: torch.dtype = torch.float32

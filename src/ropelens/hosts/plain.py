@@ -35,7 +35,6 @@ from ropelens.hosts.turning import (
     turning_of,
 )
 
-
 ATTENTION = ("self_attn", "attention", "attn", "self_attention")  # what transformers calls these modules
 
 
@@ -355,9 +354,7 @@ def _of_a_library(hook: Any) -> bool:
 
 
 @contextmanager
-def _tables_into(
-    tables: list[tuple[int | None, Tensor, Tensor]], model: torch.nn.Module
-) -> Iterator[None]:
+def _tables_into(tables: list[tuple[int | None, Tensor, Tensor]], model: torch.nn.Module) -> Iterator[None]:
     """Keeps the different (cos, sin) that the model's rotary modules make, a position a row.
 
     Those that are for one layer only come with its number.

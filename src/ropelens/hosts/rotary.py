@@ -18,7 +18,7 @@ def rotations_from(
     cos: Float[Tensor, "pos width"],
     sin: Float[Tensor, "pos width"],
     d_head: int,
-    exact: Sequence[Float[Tensor, " band"]],
+    exact: Sequence[Float[Tensor, " _"]],
 ) -> list[Rotation]:
     """Returns the rotations that a table of cos and sin may stand for.
 
@@ -58,13 +58,13 @@ def amplitude_of(cos: Float[Tensor, " width"], sin: Float[Tensor, " width"]) -> 
     return 1.0 if abs(amplitude - 1) <= eps else amplitude
 
 
-def buffered(module: torch.nn.Module) -> list[Float[Tensor, " band"]]:
+def buffered(module: torch.nn.Module) -> list[Float[Tensor, " _"]]:
     """Returns the frequencies that a transformers model keeps in buffers."""
     return [b.detach() for name, b in module.named_buffers() if name.endswith("inv_freq")]
 
 
 def _exact(
-    ladder: Float[Tensor, " band"], exact: Sequence[Float[Tensor, " band"]], rtol: float
+    ladder: Float[Tensor, " band"], exact: Sequence[Float[Tensor, " _"]], rtol: float
 ) -> Float[Tensor, " band"]:
     for row in exact:
         if row.shape == ladder.shape:

@@ -193,7 +193,7 @@ def _is_table(name: str) -> bool:
 
 
 def _device(module: nn.Module) -> torch.device:
-    return next(buffer.device for name, buffer in module._buffers.items() if buffer is not None)
+    return next(buffer.device for buffer in module._buffers.values() if buffer is not None)
 
 
 def _alike(a: Row | None, b: Row | None) -> bool:
@@ -202,7 +202,7 @@ def _alike(a: Row | None, b: Row | None) -> bool:
 
 def _with(inner: nn.Module, row: Tensor) -> Any:
     """Returns a rotary module that differs from `inner` in its frequencies, and keeps them at any length."""
-    made = copy.copy(inner)
+    made: Any = copy.copy(inner)
     made._buffers = dict(inner._buffers)
     for name, buffer in inner._buffers.items():
         if buffer is None or not _is_table(name):

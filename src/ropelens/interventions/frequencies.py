@@ -72,9 +72,7 @@ def set_frequencies(model: Any, inv_freq: Float[Tensor, "layer band"]) -> None:
     host.turn_for_good(_rows(inv_freq, host.bands))
 
 
-def _rows(
-    inv_freq: Float[Tensor, "layer band"], bands: Bands
-) -> list[Float64[Tensor, " band"] | None]:
+def _rows(inv_freq: Float[Tensor, "layer band"], bands: Bands) -> list[Float64[Tensor, " band"] | None]:
     """Returns the checked frequencies of each layer; None for a layer without bands."""
     shape = list(bands.inv_freq.shape)
     if list(inv_freq.shape) != shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float64
@@ -15,8 +15,8 @@ from ropelens.scores import BandScores, saving
 def resample_frequencies(
     scores: BandScores,
     *,
-    method: Literal["sample", "quantile"] = "sample",
-    per: Literal["layer", "head", "model"] = "layer",
+    method: str = "sample",
+    per: str = "layer",
     shuffle: bool = False,
     seed: int = 0,
     clamp: tuple[float | int, float | int] = (5, 95),
