@@ -10,6 +10,7 @@ import typer
 from ropelens.cli.collect import collect, merge
 from ropelens.cli.demo import demo
 from ropelens.cli.inspect import inspect
+from ropelens.cli.pretrain import app as pretrain
 
 __all__ = ["app"]
 
@@ -27,6 +28,8 @@ Examples:
                                        a million tokens; stop it and start it as you like
   ropelens merge runs/a runs/b -o runs/ab
                                        the shards of a job array, added up
+  ropelens pretrain experiment tiny-1m --data 'plays/*.txt' --out runs/exp
+                                       other frequencies against the original ones
 
 \b
 Exit status:
@@ -66,3 +69,4 @@ app.command()(demo)
 app.command()(inspect)
 app.command()(collect)
 app.command()(merge)
+app.add_typer(pretrain, name="pretrain")
