@@ -119,7 +119,7 @@ def experiment(
             )
 
 
-def _config(name: str, tokens: int | None):  # noqa: ANN202
+def _config(name: str, tokens: int | None):
     from dataclasses import replace
 
     from ropelens.pretrain.configs import config_of

@@ -56,15 +56,15 @@ class Paired:
             return cls(tuple(values.tolist()), mean, (-math.inf, math.inf), math.inf)
         error = float(values.std(ddof=1)) / math.sqrt(n)
         limit = float(stats.t.ppf((1 + confidence) / 2, n - 1))
-        detectable = 0.0
-        if error > 0:
-            far = optimize.brentq(
-                lambda d: stats.nct.sf(limit, n - 1, d) + stats.nct.cdf(-limit, n - 1, d) - power, 0.0, 50.0
-            )
-            detectable = float(far) * error
-        return cls(
-            tuple(values.tolist()), mean, (mean - limit * error, mean + limit * error), detectable
-        )
+        # The noncentral t by its definition: a normal over the root of a chi-square's mean, at its quantiles.
+        spread = np.sqrt(stats.chi2.ppf((np.arange(2000) + 0.5) / 2000, n - 1) / (n - 1))
+
+        def missing(shift: float) -> float:
+            found = stats.norm.cdf(shift - limit * spread) + stats.norm.cdf(-shift - limit * spread)
+            return float(found.mean()) - power
+
+        detectable = float(optimize.brentq(missing, 0.0, 100 * limit)) * error
+        return cls(tuple(values.tolist()), mean, (mean - limit * error, mean + limit * error), detectable)
 
     def verdict(self, effect: float = STUDY) -> str:
         """Returns in words what the differences show.
@@ -144,13 +144,20 @@ class Analysis:
         return Paired.of(table[arm] - table[ORIGINAL])
 
     def table(self, effect: float = STUDY) -> pd.DataFrame:
-        """Returns one row an arm: mean difference, interval, smallest detectable effect, and in words."""
+        """Returns one row an arm, its difference to the original in nats and what that shows.
+
+        `low` and `high` are the 95% interval, not adjusted for the number of arms; `detectable` is as in
+        `Paired`; `reached` counts the seeds in which the arm came down to the original's final loss, and
+        `saved` is the mean share of the training that this spared, if all did; `evenness` is the
+        difference in `evenness`, with its interval.
+        """
         import pandas as pd
 
         rows = []
         for arm in self.arms:
             loss, spread = self.paired(arm), self.paired(arm, "evenness")
             saved = self.runs[self.runs.arm == arm].saved
+            reached = int(saved.notna().sum())
             rows.append(
                 {
                     "arm": arm,
@@ -159,7 +166,8 @@ class Analysis:
                     "low": loss.interval[0],
                     "high": loss.interval[1],
                     "detectable": loss.detectable,
-                    "saved": saved.mean() if saved.notna().all() else math.nan,
+                    "reached": reached,
+                    "saved": saved.mean() if reached == len(saved) else math.nan,
                     "evenness": spread.mean,
                     "evenness_low": spread.interval[0],
                     "evenness_high": spread.interval[1],

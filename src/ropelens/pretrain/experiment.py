@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from ropelens.data.sources import source_of
 from ropelens.hosts.load import load
 from ropelens.pretrain.analysis import evenness
@@ -80,9 +79,7 @@ def experiment(
     asked = {"config": config.facts, "arms": arms, "held_out": held_out}
     asked["documents"] = source_of(source, split="train", text_column=text_column).identity()
     manifest = Manifest.open(out, asked)
-    corpus, tok = prepared(
-        config, source, out, tokenizer, text_column, held_out, process, progress=progress
-    )
+    corpus, tok = prepared(config, source, out, tokenizer, text_column, held_out, process, progress=progress)
     require_enough(config, corpus, repeat)
     manifest.require_data(corpus.fingerprint)
     plan = [(BOOTSTRAP, ORIGINAL, 0)] + [
@@ -94,11 +91,12 @@ def experiment(
     for number, (name, arm, seed) in enumerate(plan):
         if name in manifest.runs:
             continue
-        inv_freq = None
+        inv_freq = drawn_from = None
         if name != BOOTSTRAP:
             before = BOOTSTRAP if seed == 1 else f"seed-{seed - 1}/{ORIGINAL}"
-            activation = BandScores.load(out / before / "activation.safetensors")
-            inv_freq = frequencies_of(arm, config, activation, seed)
+            measured = out / before / "activation.safetensors"
+            inv_freq = frequencies_of(arm, config, BandScores.load(measured), seed)
+            drawn_from = {"run": before, "sha256": _hash(measured)}
         if process.main:
             say(f"{number + 1}/{len(plan)} {name}")
         trained = pretrain(
@@ -117,8 +115,8 @@ def experiment(
         if process.main:
             scores = _measure(out / name, corpus)
             facts = {"arm": arm, "seed": seed, "inv_freq": scores.bands.inv_freq.tolist()}
-            facts |= {"evenness": float(evenness(scores).nanmean()), "activation": scores.values.sum(1).tolist()}
-            facts |= {"drawn_from": None if inv_freq is None else _hash(out / before / "activation.safetensors")}
+            facts |= {"activation": scores.values.sum(1).tolist(), "drawn_from": drawn_from}
+            facts |= {"evenness": float(evenness(scores).nanmean())}
             manifest.add(name, facts | vars(trained))
         process.wait()
         manifest = Manifest.open(out, asked)

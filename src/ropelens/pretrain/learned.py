@@ -41,7 +41,7 @@ def learn_frequencies(model: Any, ladder: Float64[Tensor, " band"], shared: bool
 
 
 def take_learned(model: Any) -> Float64[Tensor, "layer band"] | None:
-    """Removes the parameters from a model and returns the frequencies that they came to, None if there are none."""
+    """Removes these parameters from a model, and returns what they came to; None if there are none."""
     learned = getattr(model, NAME, None)
     if learned is None:
         return None

@@ -29,7 +29,9 @@ def tokenizer_for(
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer_config.json").exists():
-        made = _trained(source, vocab_size, text_column) if name is None else AutoTokenizer.from_pretrained(name)
+        made = (
+            _trained(source, vocab_size, text_column) if name is None else AutoTokenizer.from_pretrained(name)
+        )
         replace_folder(folder, made.save_pretrained)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if len(tokenizer) > vocab_size:

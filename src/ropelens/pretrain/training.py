@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from ropelens.interventions import set_frequencies
@@ -115,7 +116,7 @@ def pretrain(
         ladder = model.model.rotary_emb.inv_freq.double()
         learn_frequencies(model, ladder, shared=learn == "shared")
     ordered = Ordered(corpus, config, seed)
-    args = _arguments(config, out, seed, checkpoints, compile, progress)
+    args = _arguments(config, out, seed, checkpoints, compile)
     with _quiet():
         clock = Clock(out / "checkpoints")
         trainer = OrderedTrainer(
@@ -123,14 +124,14 @@ def pretrain(
             args=args,
             train_dataset=ordered,
             eval_dataset=HeldOut(corpus),
-            callbacks=[clock],
+            callbacks=[clock, *([Bar(out.name, config.batch * config.context)] if progress else [])],
         )
+        trainer.remove_callback(PrinterCallback)
         last = last_checkpoint(out / "checkpoints")
         clock.begin(last)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
-        if trainer.state.log_history[-1].get("step") != config.steps or "eval_loss" not in str(
-            trainer.state.log_history[-2:]
-        ):
+        evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        if evaluated[-1:] != [config.steps]:
             trainer.evaluate()
         history = trainer.state.log_history
     a_step = config.batch * config.context
@@ -148,7 +149,8 @@ def pretrain(
         seconds=clock.seconds,
     )
     if trainer.is_world_process_zero():
-        _finish(out, trainer, tokenizer)
+        with _quiet():
+            _finish(out, trainer, tokenizer)
         saving.write_bytes(result, json.dumps(asdict(found)).encode())
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
@@ -257,6 +259,30 @@ class Clock(TrainerCallback):
             saving.write_bytes(path / WHOLE, json.dumps({"seconds": self.seconds}).encode())
 
 
+class Bar(TrainerCallback):
+    """A bar that counts tokens, with the last losses."""
+
+    def __init__(self, name: str, a_step: int) -> None:
+        self.name, self.a_step = name, a_step
+        self.losses: dict[str, str] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        total, done = state.max_steps * self.a_step, state.global_step * self.a_step
+        off = not state.is_world_process_zero
+        self.bar = tqdm(total=total, initial=done, desc=self.name, unit="tok", unit_scale=True, disable=off)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.bar.update(state.global_step * self.a_step - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        names = {"loss": "loss", "eval_loss": "held out"}
+        self.losses |= {names[k]: f"{v:.3f}" for k, v in (logs or {}).items() if k in names}
+        self.bar.set_postfix(self.losses, refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.bar.close()
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """Returns the newest checkpoint that was written to its end."""
     whole = [path for path in folder.glob("checkpoint-*") if (path / WHOLE).exists()]
@@ -264,7 +290,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def _arguments(
-    config: PretrainConfig, out: Path, seed: int, checkpoints: int, compile: bool, progress: bool
+    config: PretrainConfig, out: Path, seed: int, checkpoints: int, compile: bool
 ) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.batch % (config.micro_batch * world):
@@ -301,7 +327,7 @@ def _arguments(
         use_cpu=not cuda,
         dataloader_pin_memory=cuda,
         remove_unused_columns=False,
-        disable_tqdm=not progress,
+        disable_tqdm=True,
         report_to=["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
     )
 
@@ -325,10 +351,13 @@ def _finish(out: Path, trainer: Trainer, tokenizer: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps transformers' own reports of every evaluation from the terminal; warnings stay."""
-    before = transformers_logging.get_verbosity()
+    """Keeps transformers' own reports and bars from the terminal; warnings stay."""
+    before, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.WARNING)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(before)
+        if bars:
+            transformers_logging.enable_progress_bar()
