@@ -106,10 +106,10 @@ class Corpus:
         }
 
     def block(self, number: int) -> Int64[Tensor, " pos"]:
-        return self._take(self._train[number])
+        return self._take(int(self._train[number]))
 
     def held_out(self) -> Int64[Tensor, "block pos"]:
-        return torch.stack([self._take(i) for i in self._held])
+        return torch.stack([self._take(int(i)) for i in self._held])
 
     def order(self, n: int, seed: int) -> np.ndarray:
         """Returns the numbers of the first `n` blocks of a training: epochs, each shuffled anew."""
@@ -120,7 +120,7 @@ class Corpus:
         return np.concatenate(epochs)[:n]
 
     def _take(self, number: int) -> Int64[Tensor, " pos"]:
-        part, row = divmod(int(number), PART)
+        part, row = divmod(number, PART)
         return torch.from_numpy(self._parts[part][row].astype(np.int64))
 
 

@@ -194,7 +194,7 @@ class Ordered(Dataset):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self.corpus.block(self.order[index])
+        ids = self.corpus.block(int(self.order[index]))
         return {"input_ids": ids, "labels": ids}
 
 
