@@ -96,12 +96,12 @@ def evenness(activation: BandScores) -> Float64[Tensor, " layer"]:
     return torch.where(n > 1, entropy / n.log(), math.nan)
 
 
-def tokens_to_reach(curve: list[list[float]], loss: float) -> float:
+def tokens_to_reach(curve: list[list[float | int]], loss: float) -> float | int:
     """Returns the tokens at which a loss curve first comes down to a loss; NaN if it never does.
 
     Between two evaluations the curve is a straight line.
     """
-    before: list[float] | None = None
+    before: list[float | int] | None = None
     for tokens, value in curve:
         if value <= loss:
             if before is None or before[1] <= value:

@@ -50,8 +50,8 @@ class Trained:
     """
 
     loss: float
-    curve: list[list[float]]
-    train: list[list[float]]
+    curve: list[list[float | int]]
+    train: list[list[float | int]]
     weights: str
     order: str
     setting: str
