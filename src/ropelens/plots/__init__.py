@@ -1,16 +1,26 @@
 """Plotly figures of results; they know no model."""
 
 from ropelens.plots.attribution import attribution_heatmap, tokens_html
+from ropelens.plots.frequencies import (
+    activation_shares,
+    frequency_ladders,
+    loss_curves,
+    paired_differences,
+)
 from ropelens.plots.profiles import layer_profiles, shares_by_position
 from ropelens.plots.scores import band_heatmap, band_spectrum
 from ropelens.plots.style import TEMPLATE
 
 __all__ = [
     "TEMPLATE",
+    "activation_shares",
     "attribution_heatmap",
     "band_heatmap",
     "band_spectrum",
+    "frequency_ladders",
     "layer_profiles",
+    "loss_curves",
+    "paired_differences",
     "shares_by_position",
     "tokens_html",
 ]

@@ -119,13 +119,22 @@ class Analysis:
         runs: One row a run: seed, arm, loss, tokens_to_reach (the original's final loss, of the same
             seed), saved (the share of training that spares), evenness (mean over layers).
         curves: One row an evaluation: seed, arm, tokens, loss.
-        inv_freq: By run, the frequencies [layer, band].
+        inv_freq: By seed and arm, the frequencies [layer, band] trained with (learned: come to).
+        activation: Likewise, the trained model's activation [layer, band], summed over heads; the
+            bootstrap model's is that of seed 0.
+        asked: What the experiment was asked for.
     """
 
     def __init__(
-        self, runs: pd.DataFrame, curves: pd.DataFrame, inv_freq: dict[str, Tensor], asked: dict[str, Any]
+        self,
+        runs: pd.DataFrame,
+        curves: pd.DataFrame,
+        inv_freq: dict[tuple[int, str], Tensor],
+        activation: dict[tuple[int, str], Tensor],
+        asked: dict[str, Any],
     ) -> None:
-        self.runs, self.curves, self.inv_freq, self.asked = runs, curves, inv_freq, asked
+        self.runs, self.curves, self.asked = runs, curves, asked
+        self.inv_freq, self.activation = inv_freq, activation
 
     @property
     def arms(self) -> list[str]:
@@ -187,7 +196,8 @@ def analyse(manifest: Manifest) -> Analysis:
 
     if not manifest.seeds:
         raise ValueError(f"expected a seed with all arms trained in {manifest.path}, found none yet")
-    runs, curves, inv_freq = [], [], {}
+    runs, curves = [], []
+    done = {(0, ORIGINAL): manifest.runs["bootstrap"]}
     for seed in manifest.seeds:
         target = manifest.runs[f"seed-{seed}/{ORIGINAL}"]["loss"]
         for arm in manifest.asked["arms"]:
@@ -204,8 +214,12 @@ def analyse(manifest: Manifest) -> Analysis:
                 }
             )
             curves += [{"seed": seed, "arm": arm, "tokens": t, "loss": loss} for t, loss in run["curve"]]
-            inv_freq[f"seed-{seed}/{arm}"] = torch.tensor(run["inv_freq"], dtype=torch.float64)
-    return Analysis(pd.DataFrame(runs), pd.DataFrame(curves), inv_freq, manifest.asked)
+            done[seed, arm] = run
+    tables = [
+        {key: torch.tensor(run[name], dtype=torch.float64) for key, run in done.items()}
+        for name in ("inv_freq", "activation")
+    ]
+    return Analysis(pd.DataFrame(runs), pd.DataFrame(curves), *tables, manifest.asked)
 
 
 def read(path: str | Path) -> Analysis:

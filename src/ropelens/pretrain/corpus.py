@@ -97,9 +97,10 @@ class Corpus:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the blocks, and a hash of those held out."""
+        """What decides the blocks: a hash of the documents and the tokenizer, and one of those held out."""
+        source = json.dumps(self._facts["source"], sort_keys=True).encode()
         return {
-            "source": self._facts["source"],
+            "source": hashlib.sha256(source).hexdigest()[:32],
             "blocks": self.n_blocks,
             "held_out": self.n_held_out,
             "sha256": hashlib.sha256(self.held_out().numpy().tobytes()).hexdigest()[:32],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,7 +78,9 @@ def experiment(
     process = Process()
     out.mkdir(parents=True, exist_ok=True)
     asked = {"config": config.facts, "arms": arms, "held_out": held_out}
-    asked["documents"] = source_of(source, split="train", text_column=text_column).identity()
+    documents = source_of(source, split="train", text_column=text_column)
+    identity = json.dumps(documents.identity(), sort_keys=True).encode()
+    asked["documents"] = {"name": documents.name, "sha256": hashlib.sha256(identity).hexdigest()[:32]}
     manifest = Manifest.open(out, asked)
     corpus, tok = prepared(config, source, out, tokenizer, text_column, held_out, process, progress=progress)
     require_enough(config, corpus, repeat)
@@ -115,7 +118,8 @@ def experiment(
         if process.main:
             scores = _measure(out / name, corpus)
             facts = {"arm": arm, "seed": seed, "inv_freq": scores.bands.inv_freq.tolist()}
-            facts |= {"activation": scores.values.sum(1).tolist(), "drawn_from": drawn_from}
+            by_layer = [[float(f"{x:.6g}") for x in row] for row in scores.values.sum(1).tolist()]
+            facts |= {"activation": by_layer, "drawn_from": drawn_from}
             facts |= {"evenness": float(evenness(scores).nanmean())}
             manifest.add(name, facts | vars(trained))
         process.wait()

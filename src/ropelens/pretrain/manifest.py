@@ -20,7 +20,9 @@ class Manifest:
     Attributes:
         asked: Configuration, arms, blocks held out, documents.
         data: The fingerprint of the blocks; None until they are there.
-        runs: By name ("bootstrap", "seed-1/original", ...): arm, seed, inv_freq, and all of `Trained`.
+        runs: By name ("bootstrap", "seed-1/original", ...): all of `Trained`, arm, seed, inv_freq,
+            drawn_from (which run's activation, and its hash), and the trained model's own activation
+            [layer, band] on the blocks held out, with its evenness.
     """
 
     def __init__(self, path: Path, asked: dict[str, Any], data: Any, runs: dict[str, Any]) -> None:
@@ -74,7 +76,7 @@ class Manifest:
         self.check()
         versions = {p: version(p) for p in ("ropelens", "torch", "transformers")}
         facts = {"format": FORMAT, "asked": self.asked, "data": self.data, "runs": self.runs}
-        saving.write_bytes(self.path, json.dumps(facts | {"versions": versions}, indent=1).encode())
+        saving.write_bytes(self.path, json.dumps(facts | {"versions": versions}).encode())
 
     def check(self) -> None:
         """Raises a ValueError if two arms of a seed differ in more than their frequencies."""
