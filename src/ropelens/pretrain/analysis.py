@@ -63,7 +63,7 @@ class Paired:
             found = stats.norm.cdf(shift - limit * spread) + stats.norm.cdf(-shift - limit * spread)
             return float(found.mean()) - power
 
-        detectable = float(optimize.brentq(missing, 0.0, 100 * limit)) * error
+        detectable = optimize.root_scalar(missing, bracket=(0.0, 100 * limit)).root * error
         return cls(tuple(values.tolist()), mean, (mean - limit * error, mean + limit * error), detectable)
 
     def verdict(self, effect: float = STUDY) -> str:

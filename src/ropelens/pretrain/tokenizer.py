@@ -47,8 +47,8 @@ def _trained(source: Any, vocab_size: int, text_column: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BETWEEN],
@@ -56,7 +56,7 @@ def _trained(source: Any, vocab_size: int, text_column: str) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(_texts(source, text_column), trainer)
-    bpe.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.post_processor = processors.TemplateProcessing(
         single=f"{BETWEEN} $A", special_tokens=[(BETWEEN, bpe.token_to_id(BETWEEN))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BETWEEN, eos_token=BETWEEN)

@@ -215,12 +215,14 @@ class OrderedTrainer(Trainer):
     """A Trainer that takes its data as they come, and decays all weights but the embeddings."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SequentialSampler(dataset)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self.optimizer = adamw(self.model if model is None else model, self.args)
-        return self.optimizer
+        made: torch.optim.Optimizer | None = self.optimizer
+        if made is None:
+            made = self.optimizer = adamw(self.model if model is None else model, self.args)
+        return made
 
 
 def adamw(model: Any, args: Any) -> torch.optim.Optimizer:
