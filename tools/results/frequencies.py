@@ -13,6 +13,7 @@ from plotly.graph_objects import Figure
 from ropelens.plots import activation_shares, frequency_ladders, loss_curves, paired_differences
 from ropelens.pretrain import PretrainConfig
 from ropelens.pretrain.analysis import STUDY, read
+from ropelens.pretrain.manifest import Manifest
 
 PAGE = DOCS / "results" / "frequencies.md"
 DATA = DOCS / "data" / "frequencies" / "manifest.json"
@@ -29,7 +30,7 @@ def tables() -> dict[str, str]:
         ("bands a head", f"{config.d_head // 2}"),
         ("vocabulary, context", f"{config.vocab_size:,}, {config.context}"),
         ("training tokens a run", f"{config.steps * config.batch * config.context:,}"),
-        ("tokens held out", f"{found.asked['held_out'] * config.context:,}"),
+        ("tokens held out", f"{Manifest.read(DATA).data['held_out'] * config.context:,}"),
         ("complete seeds", f"{seeds}"),
         ("trained models", f"{len(found.runs) + 1}"),
     ]
@@ -51,16 +52,16 @@ def tables() -> dict[str, str]:
         mean = found.runs[found.runs.arm == arm].evenness.mean()
         interval = f"{row.evenness_low:+.3f} to {row.evenness_high:+.3f}"
         finite = math.isfinite(row.evenness_low)
-        even.append((arm, f"{mean:.3f}", f"{row.evenness:+.3f}", interval if finite else "none with one seed"))
+        even.append(
+            (arm, f"{mean:.3f}", f"{row.evenness:+.3f}", interval if finite else "none with one seed")
+        )
     wide = found.runs.pivot(index="seed", columns="arm", values="loss")
     names = found.asked["arms"]
     losses = [(seed, *(f"{row[arm]:.4f}" for arm in names)) for seed, row in wide.iterrows()]
     return {
         "setting": table(["", "value"], setting),
         "words": words,
-        "arms": table(
-            ["arm", "difference", "95% interval", "detectable", "reached", "training saved"], arms
-        ),
+        "arms": table(["arm", "difference", "95% interval", "detectable", "reached", "training saved"], arms),
         "evenness": table(["arm", "evenness", "difference", "95% interval"], even),
         "losses": table(["seed", *names], losses),
     }

@@ -85,6 +85,7 @@ def loss_curves(curves: pd.DataFrame, against: str = "original") -> go.Figure:
             figure.add_scatter(
                 x=one.tokens,
                 y=one.difference,
+                mode="lines",
                 line={"width": 1, "color": colour},
                 opacity=0.35,
                 showlegend=False,
@@ -94,6 +95,7 @@ def loss_curves(curves: pd.DataFrame, against: str = "original") -> go.Figure:
         figure.add_scatter(
             x=mean.index,
             y=mean,
+            mode="lines",
             name=arm,
             line={"width": 3, "color": colour},
             hovertemplate="%{x:,} tokens<br>%{y:+.4f} nats<extra>" + arm + "</extra>",
