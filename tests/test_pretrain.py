@@ -155,6 +155,22 @@ def test_the_original_frequencies_given_explicitly_train_the_same_way(done: Any,
     assert trained.train == done.manifest.runs["seed-1/original"]["train"]
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"seed": 2}, "data, or order of them"),
+        ({"config": replace(MINI, lr=1.0)}, "configuration"),
+        ({"inv_freq": LADDER / 2}, "frequencies"),
+        ({"learn": "layer"}, "learn"),
+    ],
+)
+def test_a_folder_with_another_training_is_refused(done: Any, change: dict[str, Any], what: str):
+    arguments = {"config": MINI, "corpus": done.corpus, "out": done.out / "seed-1" / "original", "seed": 1}
+    assert pretrain(**arguments, **QUIET).loss == done.manifest.runs["seed-1/original"]["loss"]
+    with pytest.raises(ValueError, match=f"holds a training with another {what}: choose another folder"):
+        pretrain(**(arguments | change), **QUIET)
+
+
 def test_learned_frequencies_move_and_come_back_with_the_model(done: Any):
     found = torch.tensor(done.manifest.runs["seed-1/learned"]["inv_freq"]).double()
     assert (found / LADDER - 1).abs().max() > 1e-3

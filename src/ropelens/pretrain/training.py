@@ -90,7 +90,8 @@ def pretrain(
         tokenizer: Saved with the model.
 
     Raises:
-        ValueError: If the corpus is of another length or too small, or frequencies cannot be set.
+        ValueError: If the corpus is of another length or too small, frequencies cannot be set, or `out`
+            holds another training.
 
     Example:
         ```python
@@ -105,6 +106,18 @@ def pretrain(
         raise ValueError(f'expected learn="layer" or "shared", got {learn!r}')
     if learn is not None and inv_freq is not None:
         raise ValueError("expected inv_freq or learn, not both: learned frequencies start at the ladder")
+    ordered = Ordered(corpus, config, seed)
+    setting = hashlib.sha256(json.dumps(config.facts, sort_keys=True).encode()).hexdigest()[:32]
+    _require_the_same(
+        out,
+        {
+            "setting": setting,
+            "order": ordered.digest,
+            "seed": seed,
+            "inv_freq": None if inv_freq is None else inv_freq.double().tolist(),
+            "learn": learn,
+        },
+    )
     result = out / "result.json"
     if result.exists():
         return Trained(**json.loads(result.read_text()))
@@ -115,7 +128,6 @@ def pretrain(
     if learn is not None:
         ladder = model.model.rotary_emb.inv_freq.double()
         learn_frequencies(model, ladder, shared=learn == "shared")
-    ordered = Ordered(corpus, config, seed)
     args = _arguments(config, out, seed, checkpoints, compile)
     with _quiet():
         clock = Clock(out / "checkpoints")
@@ -137,7 +149,6 @@ def pretrain(
     a_step = config.batch * config.context
     curve = [[h["step"] * a_step, h["eval_loss"]] for h in history if "eval_loss" in h]
     train = [[h["step"] * a_step, h["loss"]] for h in history if "loss" in h]
-    setting = hashlib.sha256(json.dumps(config.facts, sort_keys=True).encode()).hexdigest()[:32]
     found = Trained(
         loss=curve[-1][1],
         curve=curve,
@@ -170,6 +181,23 @@ def require_enough(config: PretrainConfig, corpus: Corpus, repeat: bool) -> None
             f"{needed * config.context:,} asked for would take {needed / there:.1f} epochs of them: pass "
             "repeat=True (--repeat) to go on with that, or ask for fewer"
         )
+
+
+def _require_the_same(out: Path, asked: dict[str, Any]) -> None:
+    """Notes what a folder is for, or refuses it if it is for something else."""
+    path = out / "asked.json"
+    asked = saving.as_json(asked, "arguments")
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        saving.write_bytes(path, json.dumps(asked).encode())
+        return
+    known = json.loads(path.read_text())
+    what = {"setting": "configuration", "order": "data, or order of them", "inv_freq": "frequencies"}
+    for key, value in asked.items():
+        if known.get(key) != value:
+            raise ValueError(
+                f"{out} holds a training with another {what.get(key, key)}: choose another folder"
+            )
 
 
 def hash_of(state: Mapping[str, Tensor]) -> str:
