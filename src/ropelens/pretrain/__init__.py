@@ -1,12 +1,16 @@
-"""Pretraining small Llamas: with their own frequencies, and with others."""
+"""Pretraining small Llamas: with their own frequencies, and with others. The names load on first use."""
 
-from ropelens.pretrain.analysis import Analysis, analyse
-from ropelens.pretrain.arms import ARMS
-from ropelens.pretrain.configs import CONFIGS, PretrainConfig
-from ropelens.pretrain.corpus import Corpus
-from ropelens.pretrain.experiment import experiment
-from ropelens.pretrain.preparation import train_on
-from ropelens.pretrain.training import Trained, pretrain
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ropelens.pretrain.analysis import Analysis, analyse
+    from ropelens.pretrain.arms import ARMS
+    from ropelens.pretrain.configs import CONFIGS, PretrainConfig
+    from ropelens.pretrain.corpus import Corpus
+    from ropelens.pretrain.preparation import train_on
+    from ropelens.pretrain.rounds import experiment
+    from ropelens.pretrain.training import Trained, pretrain
 
 __all__ = [
     "ARMS",
@@ -20,3 +24,22 @@ __all__ = [
     "pretrain",
     "train_on",
 ]
+
+_HOME = {
+    "ARMS": "arms",
+    "Analysis": "analysis",
+    "CONFIGS": "configs",
+    "Corpus": "corpus",
+    "PretrainConfig": "configs",
+    "Trained": "training",
+    "analyse": "analysis",
+    "experiment": "rounds",
+    "pretrain": "training",
+    "train_on": "preparation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ropelens.pretrain' has no attribute {name!r}")
+    return getattr(import_module(f"ropelens.pretrain.{_HOME[name]}"), name)
