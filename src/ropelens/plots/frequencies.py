@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ropelens.plots.style import BLUE, ORANGE, TEMPLATE
+from ropelens.plots.style import BLUE, COLOURS, ORANGE, TEMPLATE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,8 +79,8 @@ def loss_curves(curves: pd.DataFrame, against: str = "original") -> go.Figure:
     wide = curves.pivot(index=["seed", "tokens"], columns="arm", values="loss")
     figure = go.Figure()
     arms = [arm for arm in curves.arm.unique() if arm != against]
-    for arm, colour in zip(arms, TEMPLATE.layout.colorway * 2, strict=False):
-        apart = (wide[arm] - wide[against]).rename("difference").reset_index()
+    for arm, colour in zip(arms, COLOURS * 2, strict=False):
+        apart = (wide[arm] - wide[against]).reset_index(name="difference")
         for _, one in apart.groupby("seed"):
             figure.add_scatter(
                 x=one.tokens,

@@ -215,11 +215,11 @@ def analyse(manifest: Manifest) -> Analysis:
             )
             curves += [{"seed": seed, "arm": arm, "tokens": t, "loss": loss} for t, loss in run["curve"]]
             done[seed, arm] = run
-    tables = [
+    inv_freq, activation = (
         {key: torch.tensor(run[name], dtype=torch.float64) for key, run in done.items()}
         for name in ("inv_freq", "activation")
-    ]
-    return Analysis(pd.DataFrame(runs), pd.DataFrame(curves), *tables, manifest.asked)
+    )
+    return Analysis(pd.DataFrame(runs), pd.DataFrame(curves), inv_freq, activation, manifest.asked)
 
 
 def read(path: str | Path) -> Analysis:

@@ -247,7 +247,7 @@ class OrderedTrainer(Trainer):
         return SequentialSampler(dataset)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer | None = self.optimizer
+        made = vars(self).get("optimizer")
         if made is None:
             made = self.optimizer = adamw(self.model if model is None else model, self.args)
         return made
