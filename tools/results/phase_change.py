@@ -1,0 +1,74 @@
+"""How the attention-only teaching models learned: the phase change of two layers, and one layer beside it."""
+
+from __future__ import annotations
+
+import pandas as pd
+from common import DOCS, table
+from plotly.graph_objects import Figure
+
+from ropelens.circuits import LearningCurve, phase_change
+from ropelens.hosts.load import TEACHING
+from ropelens.plots.learning import learning_figure, position_figure, surface_figure
+
+PAGE = DOCS / "results" / "phase_change.md"
+NAMES = {name: f"{name.split('-')[-1][0]} layer{'s' if '2l' in name else ''}" for name in TEACHING}
+
+
+def curves() -> dict[str, LearningCurve]:
+    return {label: LearningCurve.load(name) for name, label in NAMES.items()}
+
+
+def tables() -> dict[str, str]:
+    models, changes = [], []
+    for label, curve in curves().items():
+        last = curve.to_frame().iloc[-1]
+        models.append(
+            [
+                label,
+                f"{last['loss']:.3f}",
+                f"{last['score']:.3f} ± {last['score_stderr']:.3f}",
+                f"{last['induction']:.3f}",
+                f"{last['previous_token']:.3f}",
+                f"{last['first_copy']:.2f}",
+                f"{last['second_copy']:.2f}",
+            ]
+        )
+        for of, words in (("score", "in-context learning"), ("induction", "strongest induction head")):
+            found = phase_change(curve, of)
+            changes.append(
+                [
+                    label,
+                    words,
+                    f"{found.before:.3f}",
+                    f"{found.after:.3f}",
+                    f"{found.step:.0f}",
+                    f"{found.start:.0f} to {found.end:.0f}",
+                    f"{found.bump:.3f}",
+                    f"{found.plateau:.2f}",
+                ]
+            )
+    header = ["", "loss", "in-context learning", "induction", "previous token", "first copy", "second copy"]
+    steps = ["", "of", "before", "after", "step", "10% to 90%", "bump", "plateau"]
+    return {"models": table(header, models), "changes": table(steps, changes)}
+
+
+def figures() -> dict[str, Figure]:
+    found = curves()
+    two = found["2 layers"].surface()
+    frames = {
+        label: pd.DataFrame(
+            {
+                "position": range(1, curve.loss.shape[1]),
+                "loss": curve.loss[-1, 1:],
+                "stderr": curve.stderr[-1, 1:],
+            }
+        )
+        for label, curve in found.items()
+    }
+    return {
+        "phase_change": learning_figure({label: curve.to_frame() for label, curve in found.items()}),
+        "loss_surface": surface_figure(
+            two.steps, two.positions, two.loss, two.by_position, two.by_training, two.mixed
+        ),
+        "loss_by_position": position_figure(frames),
+    }
