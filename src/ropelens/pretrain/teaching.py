@@ -38,6 +38,7 @@ class Recipe:
         bias_range: Standard deviation of the biases of queries and keys at the start.
         bias_rate: Their learning rate, the others' being `learning_rate`.
         kept: At which steps a checkpoint is kept: (up to which step, every how many).
+        saved: Every so many steps, all that it takes to go on is saved.
     """
 
     n_layers: int
@@ -57,6 +58,7 @@ class Recipe:
     initializer_range: float = 0.08
     seed: int = 0
     kept: tuple[tuple[int, int], ...] = ((200, 20), (10**9, 50))
+    saved: int = 200
 
     @property
     def repeated_share(self) -> float:
@@ -215,7 +217,7 @@ def train_teaching_model(recipe: Recipe, corpora: str | Path, out: str | Path) -
         warmup_steps=recipe.warmup,
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",
-        save_steps=200,
+        save_steps=recipe.saved,
         save_total_limit=2,
         logging_steps=50,
         report_to="none",
