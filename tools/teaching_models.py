@@ -12,15 +12,24 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 import ropelens as rl
-from ropelens.circuits import learning_curve
+from ropelens.circuits import LearningCurve, learning_curve
 from ropelens.hosts.load import TEACHING, teaching_folder
-from ropelens.pretrain.teaching import TEACHING_MODELS, split_documents, tokenizer_in, train_teaching_model
+from ropelens.pretrain.teaching import (
+    TEACHING_MODELS,
+    repeated,
+    split_documents,
+    tokenizer_in,
+    train_teaching_model,
+)
 
 EARLY, LATE, WIDTH = 30, 240, 8  # positions of the in-context-learning score
 EVERY = 40  # of the held-out windows, one in so many is measured
+STEPS = {"attn-only-1l": 300, "attn-only-2l": 100}  # between the checkpoints that are measured
+PERIOD = 64  # tokens that come again and again, in the repeated windows
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Names = Annotated[list[str] | None, typer.Argument(help="Both by default.")]
@@ -43,13 +52,12 @@ def measure(
         recipe = TEACHING_MODELS[name]
         tokenizer = tokenizer_in(out / name / "tokenizer", [], recipe.n_vocab)
         windows = rl.windows(list(held_out), tokenizer, context=recipe.context, fit="split", shard=(0, EVERY))
-        kept = {
-            int(folder.name): folder
-            for folder in (out / name / "checkpoints").iterdir()
-            if folder.name.isdigit() and int(folder.name) <= recipe.steps
-        }
-        options = {"early": EARLY, "late": LATE, "width": WIDTH, "out": out / name / "measured"}
-        learning_curve(kept, windows, **options).save(out / name / "training.safetensors")
+        again = torch.stack([repeated(window.ids, (PERIOD, PERIOD), seed=0) for window in windows])
+        folder = out / name / "checkpoints"
+        kept = {step: folder / str(step) for step in range(0, recipe.steps + 1, STEPS[name])}
+        for file, what in (("training", windows), ("repeated", again)):
+            options = {"early": EARLY, "late": LATE, "width": WIDTH, "out": out / name / file}
+            learning_curve(kept, what, **options).save(out / name / f"{file}.safetensors")
 
 
 @app.command()
@@ -60,9 +68,10 @@ def ship(names: Names = None, out: Out = Path("build/teaching")) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(out / name / "checkpoints" / str(TEACHING_MODELS[name].steps), unfinished)
         (unfinished / "generation_config.json").unlink(missing_ok=True)
-        shutil.copy(out / name / "training.safetensors", unfinished)
-        curve = rl.circuits.LearningCurve.load(unfinished / "training.safetensors")
-        curve.to_frame().round(5).to_csv(unfinished / "training.csv", index=False)
+        for file in ("training", "repeated"):
+            curve = LearningCurve.load(out / name / f"{file}.safetensors")
+            curve.save(unfinished / f"{file}.safetensors")
+            curve.to_frame().round(5).to_csv(unfinished / f"{file}.csv", index=False)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(unfinished, target)
         print(target)

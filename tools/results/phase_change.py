@@ -14,19 +14,21 @@ PAGE = DOCS / "results" / "phase_change.md"
 NAMES = {name: f"{name.split('-')[-1][0]} layer{'s' if '2l' in name else ''}" for name in TEACHING}
 
 
-def curves() -> dict[str, LearningCurve]:
-    return {label: LearningCurve.load(name) for name, label in NAMES.items()}
+def curves(of: str = "") -> dict[str, LearningCurve]:
+    return {label: LearningCurve.load(name + of) for name, label in NAMES.items()}
 
 
 def tables() -> dict[str, str]:
     models, changes = [], []
+    repeated = curves("/repeated")
     for label, curve in curves().items():
-        last = curve.to_frame().iloc[-1]
+        last, again = curve.to_frame().iloc[-1], repeated[label].to_frame().iloc[-1]
         models.append(
             [
                 label,
                 f"{last['loss']:.3f}",
-                f"{last['score']:.3f} ± {last['score_stderr']:.3f}",
+                f"{last['score']:.2f} ± {last['score_stderr']:.2f}",
+                f"{again['score']:.2f} ± {again['score_stderr']:.2f}",
                 f"{last['induction']:.3f}",
                 f"{last['previous_token']:.3f}",
                 f"{last['first_copy']:.2f}",
@@ -34,7 +36,7 @@ def tables() -> dict[str, str]:
             ]
         )
         for of, words in (("score", "in-context learning"), ("induction", "strongest induction head")):
-            found = phase_change(curve, of)
+            found = phase_change(repeated[label], of)
             changes.append(
                 [
                     label,
@@ -43,18 +45,29 @@ def tables() -> dict[str, str]:
                     f"{found.after:.3f}",
                     f"{found.step:.0f}",
                     f"{found.start:.0f} to {found.end:.0f}",
-                    f"{found.bump:.3f}",
+                    f"{found.bump:.2f}",
                     f"{found.plateau:.2f}",
                 ]
             )
-    header = ["", "loss", "in-context learning", "induction", "previous token", "first copy", "second copy"]
+    header = [
+        "",
+        "loss",
+        "in-context learning",
+        "the same, repeated",
+        "induction",
+        "previous token",
+        "first copy",
+        "second copy",
+    ]
     steps = ["", "of", "before", "after", "step", "10% to 90%", "bump", "plateau"]
     return {"models": table(header, models), "changes": table(steps, changes)}
 
 
 def figures() -> dict[str, Figure]:
-    found = curves()
+    found = curves("/repeated")
     two = found["2 layers"].surface()
+    shown = {f"{label}, prose": curve for label, curve in curves().items()}
+    shown |= {f"{label}, repeated": curve for label, curve in found.items()}
     frames = {
         label: pd.DataFrame(
             {
@@ -63,7 +76,7 @@ def figures() -> dict[str, Figure]:
                 "stderr": curve.stderr[-1, 1:],
             }
         )
-        for label, curve in found.items()
+        for label, curve in shown.items()
     }
     return {
         "phase_change": learning_figure({label: curve.to_frame() for label, curve in found.items()}),

@@ -97,13 +97,19 @@ class LearningCurve:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LearningCurve:
-        """Reads what `save` wrote; "attn-only-1l" or "attn-only-2l" for how that model was trained.
+        """Reads what `save` wrote.
+
+        Args:
+            path: A file; "attn-only-1l" or "attn-only-2l" for how that model was trained, its losses on
+                prose that was held out; "attn-only-1l/repeated", ... for losses on the same windows, in
+                which the first 64 tokens come again and again.
 
         Raises:
             ValueError: If the file is of another kind.
         """
-        if str(path) in TEACHING:
-            path = teaching_folder(str(path)) / "training.safetensors"
+        name, _, repeated = str(path).partition("/")
+        if name in TEACHING and repeated in ("", "repeated"):
+            path = teaching_folder(name) / f"{repeated or 'training'}.safetensors"
         with safe_open(str(path), "pt") as file:
             header = json.loads((file.metadata() or {}).get("ropelens", "{}"))
             if header.get("format") != FORMAT or "steps" not in file.keys():  # noqa: SIM118
