@@ -130,16 +130,16 @@ def test_two_layers_have_an_induction_head_and_one_has_none():
     two, one = (head_scores(rl.load(f"attn-only-{n}l", host="transformers"), length=256) for n in (2, 1))
     (layer, head) = two.top("induction", 1)[0]
     assert layer == 1
-    assert float(two["induction"][layer, head]) > 0.3
+    assert float(two["induction"][layer, head]) > 0.2
     assert two.top("previous_token", 1)[0][0] == 0
-    assert float(two["previous_token"].max()) > 0.5
+    assert float(two["previous_token"].max()) > 0.4
     assert float(one["induction"].max()) < 0.05
 
 
 def test_the_measured_trainings_show_it():
     two, one = (LearningCurve.load(f"attn-only-{n}l") for n in (2, 1))
     change = phase_change(two, "induction")
-    assert change.after > 0.3
+    assert change.after > 0.2
     assert change.start > 300
     assert change.end / change.start < 3
     assert float(one.induction.max()) < 0.05

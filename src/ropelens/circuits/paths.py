@@ -93,7 +93,7 @@ class PathImportance:
         frame.insert(0, "layer", [i // n for i in range(len(frame))])
         if of == "layers":
             frame.insert(1, "order", [i % n + 1 for i in range(len(frame))])
-            return frame[frame["order"] <= frame["layer"] + 1].reset_index(drop=True)
+            return frame.query("order <= layer + 1").reset_index(drop=True)
         frame.insert(1, "head", [i % n for i in range(len(frame))])
         return frame.assign(positional=self.positional.flatten())
 
@@ -141,7 +141,10 @@ def path_importance(
 
     Example:
         ```python
-        found = rl.circuits.path_importance(rl.load("attn-only-2l"), torch.randint(1024, (1, 64)))
+        import torch
+
+        small = rl.load("attn-only-2l", host="transformers")
+        found = rl.circuits.path_importance(small, torch.randint(512, (1, 64)))
         found.to_frame("orders"), found.to_frame("virtual")
         ```
     """
@@ -298,7 +301,9 @@ def bigrams(model: Any, windows: Windows | Int64[Tensor, "batch pos"]) -> Bigram
 
     Example:
         ```python
-        rl.circuits.bigrams(rl.load("attn-only-1l"), torch.randint(1024, (2, 64)))
+        import torch
+
+        rl.circuits.bigrams(rl.load("attn-only-1l", host="transformers"), torch.randint(512, (2, 64)))
         ```
     """
     host = host_of(model)

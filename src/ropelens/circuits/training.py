@@ -212,7 +212,11 @@ def learning_curve(
 
     Example:
         ```python
-        curve = rl.circuits.learning_curve({0: model, 1: model}, tokens, early=2, late=5, width=0)
+        import torch
+
+        small = rl.load("attn-only-1l", host="transformers")
+        windows = torch.randint(512, (2, 64))
+        curve = rl.circuits.learning_curve({3000: small}, windows, early=10, late=50)
         curve.to_frame()
         ```
     """
@@ -282,8 +286,17 @@ def loss_surface(
         loss: NaN at position 0.
         n_positions: How many bins, at most.
 
+    Returns:
+        Losses and derivatives in nats, [step, bin].
+
     Raises:
         ValueError: If there are fewer than two steps above 0, or fewer than three positions.
+
+    Example:
+        ```python
+        curve = rl.circuits.LearningCurve.load("attn-only-2l/repeated")
+        rl.circuits.loss_surface(curve.steps, curve.loss).plot()
+        ```
     """
     import numpy as np
 
@@ -326,8 +339,17 @@ def phase_change(
         of: "score" (in-context learning), "induction" (the strongest head's) or "second_copy" (the loss
             on the second copy of random tokens).
 
+    Returns:
+        Steps, and what `bump` and `plateau` say of the time around them.
+
     Raises:
         ValueError: If there are fewer than five checkpoints, or the quantity does not change.
+
+    Example:
+        ```python
+        curve = rl.circuits.LearningCurve.load("attn-only-2l/repeated")
+        rl.circuits.phase_change(curve, "induction").step
+        ```
     """
     frame = curve.to_frame()
     steps, y = frame["step"].to_numpy(float), frame[of].to_numpy(float)

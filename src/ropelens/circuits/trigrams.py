@@ -156,7 +156,7 @@ def skip_trigrams(
 
     Example:
         ```python
-        small = rl.load("attn-only-1l")
+        small = rl.load("attn-only-1l", host="transformers")
         rl.circuits.skip_trigrams(small, layer=0, head=0, source=" people").to_frame()
         ```
     """
@@ -219,7 +219,7 @@ def copied_tokens(model: Any, layer: int, head: int, *, k: int = 20, tokenizer: 
 
     Example:
         ```python
-        rl.circuits.copied_tokens(rl.load("attn-only-1l"), layer=0, head=0)
+        rl.circuits.copied_tokens(rl.load("attn-only-1l", host="transformers"), layer=0, head=0)
         ```
     """
     import pandas as pd

@@ -11,12 +11,12 @@ from jaxtyping import Float64, Int64
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from ropelens.plots.style import DIVERGING, SEQUENTIAL, TEMPLATE
+from ropelens.plots.style import BLUE, DIVERGING, ORANGE, SEQUENTIAL, TEMPLATE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLOURS = TEMPLATE.layout.colorway
+COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00")
 
 
 def position_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:

@@ -158,7 +158,7 @@ def make_model(recipe: Recipe) -> Any:
         use_cache=False,
     )
     set_seed(recipe.seed)
-    model = Qwen2ForCausalLM(config)
+    model: Any = Qwen2ForCausalLM(config)
     for layer in model.model.layers:
         for weight in layer.mlp.parameters():
             torch.nn.init.zeros_(weight).requires_grad_(False)
