@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import pandas as pd
 from common import DOCS, table
 from plotly.graph_objects import Figure
@@ -37,18 +39,15 @@ def tables() -> dict[str, str]:
         )
         for of, words in (("score", "in-context learning"), ("induction", "strongest induction head")):
             found = phase_change(repeated[label], of)
-            changes.append(
-                [
-                    label,
-                    words,
-                    f"{found.before:.3f}",
-                    f"{found.after:.3f}",
-                    f"{found.step:.0f}",
-                    f"{found.start:.0f} to {found.end:.0f}",
-                    f"{found.bump:.2f}",
-                    f"{found.plateau:.2f}",
-                ]
-            )
+            steps = [
+                f"{found.step:.0f}",
+                f"{found.start:.0f} to {found.end:.0f}",
+                "–" if isnan(found.bump) else f"{found.bump:.2f}",
+                f"{found.plateau:.2f}",
+            ]
+            if abs(found.after - found.before) < 0.01:  # nothing that has a step
+                steps = ["–"] * 4
+            changes.append([label, words, f"{found.before:.3f}", f"{found.after:.3f}", *steps])
     header = [
         "",
         "loss",

@@ -48,9 +48,9 @@ def position_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
         )
     figure.update_layout(
         template=TEMPLATE,
-        xaxis={"type": "log", "title": {"text": "position (tokens before)"}},
+        xaxis={"type": "log", "dtick": 1, "title": {"text": "position (tokens before)"}},
         yaxis={"title": {"text": "loss (nats a token)"}},
-        legend={"x": 1, "xanchor": "right", "y": 1},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         height=360,
     )
     return figure
@@ -82,6 +82,7 @@ def learning_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
             figure.add_scatter(
                 x=frame["step"],
                 y=frame[column],
+                mode="lines",
                 error_y=error,
                 name=label,
                 legendgroup=name,
@@ -99,7 +100,7 @@ def learning_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
         (2, 2, "nats a token"),
     ):
         figure.update_yaxes(title_text=text, row=row, col=col)
-    figure.update_layout(template=TEMPLATE, height=620, legend={"orientation": "h", "y": -0.12})
+    figure.update_layout(template=TEMPLATE, height=680, legend={"orientation": "h", "y": -0.2})
     return figure
 
 
@@ -143,8 +144,8 @@ def surface_figure(
             col=col + 1,
             **scale,
         )
-    figure.update_xaxes(type="log", showgrid=False)
-    figure.update_yaxes(type="log", showgrid=False)
+    figure.update_xaxes(type="log", dtick=1, showgrid=False)
+    figure.update_yaxes(type="log", dtick=1, showgrid=False)
     figure.update_xaxes(title_text="training step", row=2)
     figure.update_yaxes(title_text="position", col=1)
     figure.update_xaxes(domain=[0, 0.43], col=1)
