@@ -42,11 +42,11 @@ def tables() -> dict[str, str]:
             steps = [
                 f"{found.step:.0f}",
                 f"{found.start:.0f} to {found.end:.0f}",
-                "–" if isnan(found.bump) else f"{found.bump:.2f}",
+                "-" if isnan(found.bump) else f"{found.bump:.2f}",
                 f"{found.plateau:.2f}",
             ]
             if abs(found.after - found.before) < 0.01:  # nothing that has a step
-                steps = ["–"] * 4
+                steps = ["-"] * 4
             changes.append([label, words, f"{found.before:.3f}", f"{found.after:.3f}", *steps])
     header = [
         "",
