@@ -196,14 +196,22 @@ def _by_distance(
 def _expected(host: Host) -> list[tuple[Tensor, Tensor]]:
     """Mean query and key of each layer over the vocabulary, by head, the rotation's amplitude in."""
     first = ends(host).embedding
+    means: dict[object, Tensor] = {}  # of what the divisor leaves, the same for all norms of a kind
     found = []
     for layer in range(host.n_layers):
         w = layer_weights(host, layer)
         require_qk(w)
-        total = torch.zeros(first.shape[1], dtype=torch.float64, device=first.device)
-        for rows in first.split(BLOCK):
-            total += (rows.double() if w.norm is None else w.norm(rows.double())).sum(0)
-        mean, amplitude = total / len(first), _amplitudes(host.certificate.layers[layer]).to(total)
+        kind = None if w.norm is None else (w.norm.kind, w.norm.eps)
+        if kind not in means:
+            total = torch.zeros(first.shape[1], dtype=torch.float64, device=first.device)
+            for rows in first.split(BLOCK):
+                rows = rows.double()
+                total += (rows if w.norm is None else rows / w.norm.divisor(rows)).sum(0)
+            means[kind] = total / len(first)
+        mean, amplitude = means[kind], _amplitudes(host.certificate.layers[layer]).to(first.device)
+        if w.norm is not None:
+            mean = w.norm.linear(mean)
+            mean = mean if w.norm.bias is None else mean + w.norm.bias.double()
         w = w.repeated()
 
         def through(weight: Tensor, bias: Tensor | None, x: Tensor = mean, a: Tensor = amplitude) -> Tensor:
