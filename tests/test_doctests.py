@@ -7,6 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -41,10 +42,20 @@ def block(name: str) -> str:
     return textwrap.dedent("".join(found))
 
 
+@pytest.fixture(scope="module")
+def measured(smollm2):
+    """What examples that begin after a measurement have at hand."""
+    windows = torch.tensor([[504, 2644, 2677, 335, 260, 3857, 30], [504, 3857, 2677, 335, 260, 2644, 30]])
+    activation, entropy = (measure(smollm2, windows) for measure in (rl.band_activation, rl.band_entropy))
+    effects = pd.DataFrame({"layer": 1, "head": 0, "band": range(32), "rise": range(32)})
+    found = {"windows": windows, "activation": activation, "entropy": entropy, "effects": effects}
+    return found | {"mask": rl.bands_where(smollm2, "fastest:25%")}
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("name", [name for name in NAMES if block(name)])
-def test_examples_on_a_real_model(name, smollm2):
-    names = {
+def test_examples_on_a_real_model(name, smollm2, measured):
+    names = measured | {
         "rl": rl,
         "model": smollm2,
         "tokens": torch.tensor([[504, 2644, 2677, 335, 260, 3857, 30]]),

@@ -14,6 +14,7 @@ import torch
 
 import ropelens as rl
 from ropelens.hosts import host_of
+from ropelens.interventions.ablate import edits_of
 from ropelens_kernels.bench import Line, show, timed
 
 BOTH = ("activation", "entropy")
@@ -49,6 +50,19 @@ def main() -> None:
         seconds, peak = timed(call, 2 if args.length <= 2048 else 1)
         title = " + ".join(metrics) + (", compiled" if compile else "")
         lines.append(Line("collect", title, args.length, seconds, name, seconds / base, nan, peak))
+    mask = rl.bands_where(model, "fastest:50%")
+
+    def ablated(mode: str) -> None:
+        with torch.no_grad(), host.fast(), host.editing(*edits_of(host, mask, mode)[0]):  # pyright: ignore[reportArgumentType]
+            host.run(ids, None, logits=False)
+
+    for mode in ("zero", "derotate"):
+        seconds, peak = timed(lambda m=mode: ablated(m), 2)
+        lines.append(
+            Line(
+                "ablate", f"half of all bands, {mode}", args.length, seconds, name, seconds / base, nan, peak
+            )
+        )
     start = time.perf_counter()
     next(iter(rl.windows([text], model.tokenizer, context=args.length)))
     lines.append(Line("start", "first window", args.length, time.perf_counter() - start, name, nan, nan, nan))

@@ -12,7 +12,7 @@ import ropelens_kernels as kernels
 from ropelens.hooks import observe
 from ropelens.hosts import host_of
 from ropelens.hosts.tokens import token_strings, tokens_of
-from ropelens.metrics import fisher
+from ropelens.metrics import fisher, taylor
 from ropelens.metrics.accumulate import not_the_certified
 from ropelens.scores import BandAttribution, BandScores
 
@@ -137,6 +137,43 @@ def band_fisher(
     host = host_of(model)
     tokens = tokens_of(host, documents, attention_mask, tokenizer)
     return fisher(host, tokens, n_samples=n_samples, seed=seed, unit=unit, progress=progress)
+
+
+def band_taylor(
+    model: Any,
+    documents: str | list[str] | Int[Tensor, "batch pos"],
+    *,
+    attention_mask: Tensor | None = None,
+    tokenizer: Any = None,
+    progress: bool = False,
+) -> BandScores:
+    """Band Taylor score: how much the loss would rise without each band, to first order.
+
+    With a gain g, 1, on a band of a head's post-rotary queries and the loss L, summed over a document's
+    true next tokens: `T_b = -dL/dg_b`, the change of L as g goes from 1 to 0 if L were linear in g.
+    Positive where removing the band should hurt. Source: the pruning criterion of Molchanov et al. 2017,
+    on bands; one forward and one backward pass a document.
+
+    Args:
+        model: A HookedTransformer, a TransformerBridge or a transformers model.
+        documents: Strings, or token ids with a document a row.
+        attention_mask: For token ids: nonzero where a token is real.
+        tokenizer: For strings; `model.tokenizer` by default.
+        progress: Whether to show a bar that counts documents.
+
+    Returns:
+        Scores in nats, of either sign, summed over documents.
+
+    Raises:
+        ValueError: If the documents are not usable, or the model's attention cannot be rebuilt.
+
+    Example:
+        ```python
+        rl.band_taylor(model, documents).lowest(0.4)  # the bands that the loss depends on least
+        ```
+    """
+    host = host_of(model)
+    return taylor(host, tokens_of(host, documents, attention_mask, tokenizer), progress=progress)
 
 
 def band_attribution(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ropelens.cli.ablate import ablate
 from ropelens.cli.collect import collect, merge
 from ropelens.cli.demo import demo
 from ropelens.cli.inspect import inspect
@@ -30,6 +31,8 @@ Examples:
                                        the shards of a job array, added up
   ropelens pretrain experiment tiny-1m --data 'plays/*.txt' --out runs/exp
                                        other frequencies against the original ones
+  ropelens ablate runs/plays --data 'novels/*.txt' --out runs/ablation
+                                       the loss without the bands that score lowest
 
 \b
 Exit status:
@@ -70,3 +73,4 @@ app.command()(inspect)
 app.command()(collect)
 app.command()(merge)
 app.add_typer(pretrain, name="pretrain")
+app.command()(ablate)

@@ -27,7 +27,8 @@ def collect(
         str, typer.Option(help="smollm2-135m, a folder that transformers reads, or a hub id.")
     ] = "smollm2-135m",
     metrics: Annotated[
-        str, typer.Option(help="Any of entropy, activation, norm_product and fisher, with commas between.")
+        str,
+        typer.Option(help="Of entropy, activation, norm_product, fisher and taylor, with commas between."),
     ] = "entropy,activation",
     context: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 2048,
     tokens: Annotated[

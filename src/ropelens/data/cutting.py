@@ -320,6 +320,16 @@ def windows(
     return Windows(documents, encoder, context, fit, shard, _n_windows(limit, context))
 
 
+def document_numbers(documents: Iterable[str]) -> Int64[Tensor, " document"]:
+    """Returns a number for each of the documents of `Window.documents`, sorted, each once.
+
+    Example:
+        >>> document_numbers(["0" * 31 + "1", "0" * 14 + "2" + "0" * 17]).tolist()
+        [0, 2]
+    """
+    return torch.tensor(sorted({int(name[:15], 16) for name in documents}), dtype=torch.int64)
+
+
 def _ready(ids: Tensor, context: int | None) -> Int64[Tensor, "batch pos"]:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         raise ValueError(f"expected integer token ids, got a tensor of {ids.dtype}")

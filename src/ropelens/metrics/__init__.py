@@ -6,7 +6,7 @@ from ropelens.metrics.accumulate import (
     EntropyAccumulator,
     NormProductAccumulator,
 )
-from ropelens.metrics.fisher import FisherAccumulator, fisher
+from ropelens.metrics.fisher import FisherAccumulator, TaylorAccumulator, fisher, taylor
 
 __all__ = [
     "ActivationAccumulator",
@@ -14,5 +14,7 @@ __all__ = [
     "EntropyAccumulator",
     "FisherAccumulator",
     "NormProductAccumulator",
+    "TaylorAccumulator",
     "fisher",
+    "taylor",
 ]

@@ -1,4 +1,4 @@
-"""Fisher information of a gain on each band: how much the model's output depends on it."""
+"""What a gain on each band does: to the model's output (Fisher information), and to its loss (Taylor)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ class FisherAccumulator:
         if self._certificate is None:
             self._certificate, self._sums = certificate, FisherSums.zero(certificate)
         elif why := same_model(self._certificate.fingerprint, certificate.fingerprint):
-            raise ValueError(f"this accumulator already holds another model's fisher ({why}): use a new one")
+            raise ValueError(
+                f"this accumulator already holds another model's {self.metric} ({why}): use a new one"
+            )
 
     def update(self, host: Host, ids: Int64[Tensor, "1 pos"], index: tuple[int, ...]) -> None:
         """Adds one document.
@@ -91,15 +93,11 @@ class FisherAccumulator:
             ValueError: If gradients are off, or hold NaN or infinity, naming the layer.
         """
         if torch.is_inference_mode_enabled():
-            raise ValueError("Fisher information needs gradients: leave torch.inference_mode() for it")
+            raise ValueError(f"{self.metric} needs gradients: leave torch.inference_mode() for it")
         self.bind(host.certificate)
         sums, specs = self._sums, host.certificate.layers
         assert sums is not None
-        drawn, drawn_rest = [], []
-        for gradient in gain_gradients(host, ids, n_samples=self.n_samples, seed=(self.seed, *index)):
-            by_band, by_rest = _squared(gradient, specs, host.bands.n_bands, self.unit)
-            drawn.append(by_band)
-            drawn_rest.append(by_rest)
+        drawn, drawn_rest = zip(*self._draws(host, ids, index), strict=True)
         sampled, rest = torch.stack(drawn), torch.stack(drawn_rest).mean(0)
         values = sampled.mean(0)
         for layer in range(len(specs)):
@@ -118,6 +116,16 @@ class FisherAccumulator:
             n_tokens=sums.n_tokens + ids.shape[1],
             n_documents=sums.n_documents + 1,
         )
+
+    def _draws(
+        self, host: Host, ids: Int64[Tensor, "1 pos"], index: tuple[int, ...]
+    ) -> Iterator[tuple[Float64[Tensor, "layer head band"], Float64[Tensor, "layer head"]]]:
+        for gradient in gain_gradients(host, ids, n_samples=self.n_samples, seed=(self.seed, *index)):
+            yield _squared(gradient, host.certificate.layers, host.bands.n_bands, self.unit)
+
+    def settings(self) -> dict[str, object]:
+        """Returns what decides the values, for JSON."""
+        return {"n_samples": self.n_samples, "seed": self.seed, "unit": self.unit}
 
     def copy(self) -> FisherAccumulator:
         """Returns an accumulator of the same sums; it keeps them when this one goes on."""
@@ -149,11 +157,11 @@ class FisherAccumulator:
         """
         sums, certificate = self._sums, self._certificate
         if sums is None or certificate is None or not sums.n_documents:
-            raise ValueError("no fisher was measured: update with a document first")
+            raise ValueError(f"no {self.metric} was measured: update with a document first")
         missing = ~certificate.bands.exists[:, None, :].expand(sums.values.shape)
         spread = sums.spread.masked_fill(missing, math.nan) if self.n_samples > 1 else None
         return BandScores(
-            metric="fisher",
+            metric=self.metric,
             bands=certificate.bands,
             values=sums.values.masked_fill(missing, math.nan),
             rest=sums.rest,
@@ -166,8 +174,38 @@ class FisherAccumulator:
             n_documents=int(sums.n_documents),
             model=certificate.fingerprint,
             data=data,
-            settings={"n_samples": self.n_samples, "seed": self.seed, "unit": self.unit},
+            settings=self.settings(),
         )
+
+
+class TaylorAccumulator(FisherAccumulator):
+    """Adds up the first-order change of the loss over documents; `ropelens.band_taylor` documents it."""
+
+    metric: ClassVar[str] = "taylor"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _draws(
+        self, host: Host, ids: Int64[Tensor, "1 pos"], index: tuple[int, ...]
+    ) -> Iterator[tuple[Float64[Tensor, "layer head band"], Float64[Tensor, "layer head"]]]:
+        with _gained(host, ids) as (gains, log_probs):
+            labels = ids[0, 1:, None].to(log_probs.device)
+            loss = -log_probs[:-1].gather(-1, labels).sum()
+            gradient = torch.autograd.grad(loss, gains)
+        # The gains go from 1 to 0, against the gradient.
+        yield _summed([-g.cpu() for g in gradient], host.certificate.layers, host.bands.n_bands)
+
+    def settings(self) -> dict[str, object]:
+        return {}
+
+
+def taylor(host: Host, tokens: Tokens, *, progress: bool = False) -> BandScores:
+    """Returns the first-order change of the loss; `ropelens.band_taylor` documents it."""
+    accumulator = TaylorAccumulator()
+    for ids in tqdm(tokens.documents(), "Taylor", unit="text", disable=not progress):
+        accumulator.update(host, ids, ())
+    return accumulator.result(tokens.digest)
 
 
 def gain_gradients(
@@ -178,6 +216,19 @@ def gain_gradients(
     The gain of a dim multiplies that dim of a head's post-rotary queries, at every position; it is 1.
     Next tokens are drawn from the model's own distribution and are labels only: the input stays.
     """
+    with _gained(host, ids) as (gains, log_probs):
+        for sample in range(n_samples):
+            labels = sample_labels(log_probs.detach(), seed=(*seed, sample))
+            picked = log_probs.gather(-1, labels[:, None]).sum()
+            gradient = torch.autograd.grad(picked, gains, retain_graph=sample + 1 < n_samples)
+            yield [g.cpu() for g in gradient]
+
+
+@contextmanager
+def _gained(
+    host: Host, ids: Int64[Tensor, "1 pos"]
+) -> Iterator[tuple[list[Tensor], Float[Tensor, "pos token"]]]:
+    """Runs the model with a gain of 1 on every dim of the queries: gains, and the log-probabilities."""
     gains = [
         torch.ones(spec.n_heads, spec.d_head, dtype=torch.float64, device=host.device, requires_grad=True)
         for spec in host.certificate.layers
@@ -187,12 +238,7 @@ def gain_gradients(
         logits = host.run(ids, None)
         assert logits is not None
         # Half precision is too coarse for logarithms; float64 stays what it is.
-        log_probs = logits[0].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        for sample in range(n_samples):
-            labels = sample_labels(log_probs.detach(), seed=(*seed, sample))
-            picked = log_probs.gather(-1, labels[:, None]).sum()
-            gradient = torch.autograd.grad(picked, gains, retain_graph=sample + 1 < n_samples)
-            yield [g.cpu() for g in gradient]
+        yield gains, logits[0].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def sample_labels(log_probs: Float[Tensor, "pos token"], seed: tuple[int, ...]) -> Int64[Tensor, " pos"]:
@@ -244,6 +290,19 @@ def _squared(
         else:
             by_band[layer, :, : len(pairs)] = of_pairs.square().sum(-1)
             by_rest[layer] = of_rest.square().sum(-1)
+    return by_band, by_rest
+
+
+def _summed(
+    gradient: list[Float64[Tensor, "head d_head"]], specs: tuple[LayerSpec, ...], n_bands: int
+) -> tuple[Float64[Tensor, "layer head band"], Float64[Tensor, "layer head"]]:
+    """Returns the derivative by the gain of each band."""
+    by_band = torch.zeros(len(specs), specs[0].n_heads, n_bands, dtype=torch.float64)
+    by_rest = torch.zeros(len(specs), specs[0].n_heads, dtype=torch.float64)
+    for layer, (g, spec) in enumerate(zip(gradient, specs, strict=True)):
+        pairs = spec.rotation.pairs
+        by_band[layer, :, : len(pairs)] = g[:, pairs].sum(-1)
+        by_rest[layer] = g.sum(-1) - by_band[layer].sum(-1)
     return by_band, by_rest
 
 

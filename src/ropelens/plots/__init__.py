@@ -1,5 +1,6 @@
 """Plotly figures of results; they know no model."""
 
+from ropelens.plots.ablation import ablation_curves, importance_scatter
 from ropelens.plots.attribution import attribution_heatmap, tokens_html
 from ropelens.plots.frequencies import (
     activation_shares,
@@ -13,11 +14,13 @@ from ropelens.plots.style import TEMPLATE
 
 __all__ = [
     "TEMPLATE",
+    "ablation_curves",
     "activation_shares",
     "attribution_heatmap",
     "band_heatmap",
     "band_spectrum",
     "frequency_ladders",
+    "importance_scatter",
     "layer_profiles",
     "loss_curves",
     "paired_differences",

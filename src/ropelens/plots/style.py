@@ -37,6 +37,7 @@ _LABELS = {
     "activation": "activation (logit units)",
     "norm_product": "norm product (logit units)",
     "fisher": "Fisher information",
+    "taylor": "loss change (nats)",
     "random": "random",
 }
 

@@ -30,9 +30,9 @@ class BandScores:
 
     Attributes:
         metric: "entropy" (nats; negative = the band lowers the entropy), "activation" or
-            "norm_product" (logit units), "fisher", or "random".
+            "norm_product" (logit units), "fisher", "taylor" (nats of loss), or "random".
         bands: Where the frequencies are.
-        values: The sum over all counted queries (Fisher: over documents); NaN for bands that a
+        values: The sum over all counted queries (Fisher, Taylor: over documents); NaN for bands that a
             layer does not have.
         rest: The same for the dims that no band rotates.
         squares: The sum over documents of the squared value of each document.
@@ -51,6 +51,8 @@ class BandScores:
         by_position: `values` apart for the queries between the positions `settings["edges"]`, and
             before and after; None if not kept apart.
         span_queries: How many queries each of these spans counts.
+        documents: A number for each document, by its hash (`ropelens.data.document_numbers`), so that
+            texts that overlap can be told; None if not kept.
         model: The fingerprint of the model that was measured.
         data: A hexadecimal digest of the text that was measured, or "".
         settings: How it was measured; anything JSON can hold.
@@ -75,6 +77,7 @@ class BandScores:
     later_rest_squares: Float64[Tensor, "layer head"] | None = None
     by_position: Float64[Tensor, "span layer head band"] | None = None
     span_queries: Int64[Tensor, " span"] | None = None
+    documents: Int64[Tensor, " document"] | None = None
     model: dict[str, Any] = field(default_factory=dict)
     data: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -260,6 +263,9 @@ class BandScores:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None:
                 changes[name] = torch.maximum(mine, theirs) if name == "residual" else mine + theirs
+        changes["documents"] = None
+        if self.documents is not None and other.documents is not None:
+            changes["documents"] = torch.cat([self.documents, other.documents]).unique()
         width = max(len(self.data), len(other.data))
         digest = (int(self.data or "0", 16) + int(other.data or "0", 16)) % 16**width
         return replace(self, **changes, data=f"{digest:0{width}x}" if width else "")
@@ -284,7 +290,7 @@ class BandScores:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything into one safetensors file, whole or not at all."""
         tensors = {f"bands.{name}": getattr(self.bands, name) for name in _BANDS}
-        names = (*_SUMMED, "residual")
+        names = (*_SUMMED, "residual", "documents")
         tensors |= {name: t for name in names if (t := getattr(self, name)) is not None}
         facts = {name: getattr(self, name) for name in ("metric", *_COUNTS, "model", "data", "settings")}
         saving.write(path, "BandScores", tensors, facts)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ropelens.data import Windows
 from ropelens.hooks import ACCUMULATORS
 from ropelens.hosts import host_of
-from ropelens.metrics import EntropyAccumulator, FisherAccumulator
+from ropelens.metrics import EntropyAccumulator, FisherAccumulator, TaylorAccumulator
 from ropelens.scores import BandScores
 from ropelens.streaming.checkpoints import RunFolder
 from ropelens.streaming.processes import processes
@@ -39,7 +39,7 @@ def collect(
 ) -> dict[str, BandScores]:
     """Band scores over many windows of text; interrupted, the same call goes on where it stopped.
 
-    Several metrics share one forward pass; "fisher" takes a forward and a backward pass of its own.
+    Several metrics share one forward pass; "fisher" and "taylor" take a forward and a backward pass each.
     With `out`, a checkpoint is written every so often and when the run is stopped (Ctrl-C, SIGTERM) or
     fails, and the scores lie in `out/<metric>.safetensors` in the end. A run that is complete returns
     its scores at once. The sums are the same, bit by bit, however often a run was stopped.
@@ -50,7 +50,7 @@ def collect(
         model: A model that ropelens reads; see `load`.
         windows: What `windows` returns, or token ids with a document a row. Documents that share a
             packed window are measured as if each were alone.
-        metrics: Any of "entropy", "activation", "norm_product" and "fisher".
+        metrics: Any of "entropy", "activation", "norm_product", "fisher" and "taylor".
         out: The folder of this run. Another run's is refused.
         tokens: Stop after the window in which this many tokens are reached, over all shards and
             processes; all windows by default. A later call may ask for more.
@@ -101,9 +101,13 @@ def collect(
         settings |= {"shard": list(source.shard), "processes": group.world}
         settings |= {"dtype": str(host.embedding.dtype).removeprefix("torch."), "host": host.kind}
         settings |= {"compile": True} if compile else {}
+        gradients = {
+            FisherAccumulator.metric: FisherAccumulator(n_samples=n_samples, seed=seed),
+            TaylorAccumulator.metric: TaylorAccumulator(),
+        }
         accumulators = {
-            m: FisherAccumulator(n_samples=n_samples, seed=seed)
-            if m == FisherAccumulator.metric
+            m: gradients[m]
+            if m in gradients
             else ACCUMULATORS[m](tol=tol, split_first=True, edges=_edges(source.context))
             for m in metrics
         }
@@ -126,7 +130,7 @@ def collect(
 
 
 def _check(metrics: Sequence[str], tokens: int | None, batch: int, every: float | int) -> None:
-    known = (*ACCUMULATORS, FisherAccumulator.metric)
+    known = (*ACCUMULATORS, FisherAccumulator.metric, TaylorAccumulator.metric)
     if isinstance(metrics, str) or not metrics or [m for m in metrics if m not in known]:
         raise ValueError(f"expected metrics from {', '.join(known)}, got {metrics!r}")
     for name, value in (("tokens", tokens), ("batch", batch)):

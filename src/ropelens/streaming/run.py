@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ropelens.data import Cursor, Window, Windows
+from ropelens.data import Cursor, Window, Windows, document_numbers
 from ropelens.hosts import Host
 from ropelens.metrics import BandAccumulator, FisherAccumulator
 from ropelens.scores import BandScores, saving
@@ -22,6 +22,9 @@ from ropelens.streaming.processes import Processes
 from ropelens.streaming.source import digest_of, padded, pieces_of
 from ropelens.streaming.summary import NAME as SUMMARY
 from ropelens.streaming.summary import differs, write_summary
+
+DOCUMENTS = "documents"  # in a checkpoint, beside the metrics
+MOST_DOCUMENTS = 2**18  # beyond these they are not kept
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Run:
     every: float | int
     batch: int
     done: Done = Done()
+    documents: frozenset[int] | None = frozenset()  # by their hashes; None: not known, or too many
 
     def __post_init__(self) -> None:
         for acc in self.accumulators.values():
@@ -97,6 +101,8 @@ class Run:
                 f"{self.folder.out} holds {self.done.tokens:,} tokens already, more than were asked for: "
                 "ask for at least as many, or choose another folder"
             )
+        known = found.states.get(DOCUMENTS, {}).get("numbers")
+        self.documents = None if known is None else frozenset(known.tolist())
         for metric, acc in self.accumulators.items():
             acc.restore(found.states[metric], self.host.certificate)
 
@@ -121,14 +127,19 @@ class Run:
             unit_scale=True,
             disable=not progress,
         )
-        kept = (self.done, self._snapshot())
+        kept = (self.done, self._snapshot(), self.documents)
         try:
             with bar, self.host.fast(), interruptible() as interruption:
                 for windows in self._batches():
                     self._measure(windows)
                     now = time.monotonic()
                     self.done = replace(self.done.after(windows), seconds=earlier + now - started)
-                    kept = (self.done, self._snapshot())  # at once: a signal comes before it or after it
+                    self.documents = self._documents_with(windows)
+                    kept = (
+                        self.done,
+                        self._snapshot(),
+                        self.documents,
+                    )  # at once: a signal comes before it or after it
                     bar.update(self.done.tokens - bar.n)
                     if interruption.asked:
                         raise KeyboardInterrupt
@@ -137,7 +148,9 @@ class Run:
                         last = time.monotonic()
                 self.done = replace(self.done, ended=self.done.windows != self.limit)
         except BaseException as error:
-            self.done, self.accumulators = kept  # without what some of the layers saw of a window
+            self.done, self.accumulators, self.documents = (
+                kept  # without what some of the layers saw of a window
+            )
             self._save()
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(self._goes_on()) from error
@@ -162,11 +175,15 @@ class Run:
                 stacklevel=3,
             )
         digest = f"{sum(d.digest for d in alls) % 16**32:032x}"
+        seen = self.group.gather(self.documents)
+        documents = (
+            None if None in seen else torch.tensor(sorted(frozenset().union(*seen)), dtype=torch.int64)
+        )
         scores = {}
         for metric, acc in self.accumulators.items():
             if self.group.world > 1:
                 acc.restore(self.group.reduce(acc.state(), acc.reduction), self.host.certificate)
-            scores[metric] = acc.result(digest)
+            scores[metric] = replace(acc.result(digest), documents=documents)
         if self.folder is not None and self.group.rank == 0:
             for metric, result in scores.items():
                 result.save(self.folder.out / f"{metric}.safetensors")
@@ -198,8 +215,9 @@ class Run:
             yield batch
 
     def _measure(self, windows: Sequence[Window]) -> None:
-        host, observed = self.host, self.accumulators.copy()
-        fisher = observed.pop(FisherAccumulator.metric, None)
+        host = self.host
+        gradients = [acc for acc in self.accumulators.values() if isinstance(acc, FisherAccumulator)]
+        observed = {m: acc for m, acc in self.accumulators.items() if isinstance(acc, BandAccumulator)}
         pieces = [(w.index, n, piece) for w in windows for n, piece in enumerate(pieces_of(w))]
         try:
             for window in windows:
@@ -212,7 +230,6 @@ class Run:
 
             def update(layer: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:
                 for acc in observed.values():
-                    assert isinstance(acc, BandAccumulator)
                     acc.update(layer, q, k, mask, sound)
 
             if observed:
@@ -221,15 +238,22 @@ class Run:
                         host.run(
                             ids.to(host.device), None if mask is None else mask.to(host.device), logits=False
                         )
-            if isinstance(fisher, FisherAccumulator):
+            for acc in gradients:
                 for index, n, piece in pieces:
                     number = (index, n) if n else (index,)
-                    fisher.update(host, piece[None].to(host.device), number)
+                    acc.update(host, piece[None].to(host.device), number)
         except ValueError as error:
             first, last = windows[0].index, windows[-1].index
             where = f"window {first}" if first == last else f"windows {first} to {last}"
             kept = "" if self.folder is None else f"; what came before is kept in {self.folder.out}"
             raise ValueError(f"{where}: {error}{kept}") from error
+
+    def _documents_with(self, windows: Sequence[Window]) -> frozenset[int] | None:
+        if self.documents is None:
+            return None
+        new = document_numbers(name for window in windows for name in window.documents).tolist()
+        both = self.documents if self.documents.issuperset(new) else self.documents.union(new)
+        return both if len(both) <= MOST_DOCUMENTS else None
 
     def _snapshot(self) -> dict[str, BandAccumulator | FisherAccumulator]:
         return {metric: acc.copy() for metric, acc in self.accumulators.items()}
@@ -242,6 +266,8 @@ class Run:
                 acc.check()
         facts = {"identity": self.identity, "done": {**asdict(self.done), "digest": f"{self.done.digest:x}"}}
         states = {metric: acc.state() for metric, acc in self.accumulators.items()}
+        if self.documents is not None:
+            states[DOCUMENTS] = {"numbers": torch.tensor(sorted(self.documents), dtype=torch.int64)}
         self.folder.save(self.done.windows, Checkpoint(facts, states))
 
     def _goes_on(self) -> str:
