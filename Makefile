@@ -91,10 +91,11 @@ teaching-models: $(INSTALLED) corpora  ## train the attention-only models of rl.
 	@$(OFFLINE) $(RUN) tools/teaching_models.py measure
 	@$(OFFLINE) $(RUN) tools/teaching_models.py ship
 
-bench: $(INSTALLED)  ## time the kernels, collecting, circuits and a training step on this machine's CPU
+bench: $(INSTALLED)  ## time the kernels, collecting, circuits, lesions and a training step on this machine's CPU
 	@$(OFFLINE) $(RUN) -m ropelens_kernels.bench
 	@$(OFFLINE) $(RUN) tools/bench_collect.py
 	@$(OFFLINE) $(RUN) tools/bench_circuits.py
+	@$(OFFLINE) $(RUN) tools/bench_lesion.py
 	@$(OFFLINE) $(RUN) tools/bench_pretrain.py
 
 bench-gpu: $(INSTALLED)  ## time the kernels on a CUDA device

@@ -14,7 +14,7 @@ COLUMNS = [
     {"__main__"},
     {"cli", "report"},
     {"pretrain"},
-    {"circuits"},
+    {"circuits", "lesions"},
     {"interventions"},
     {"streaming", "measure"},
     {"metrics", "hooks"},

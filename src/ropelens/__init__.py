@@ -31,11 +31,13 @@ if TYPE_CHECKING:
         derotation_curve,
         effect_ranks,
         frequencies,
+        lesion,
         patch_bands,
         resample_frequencies,
         set_frequencies,
         share_groups,
     )
+    from ropelens.lesions import LesionResults, lesion_sweep
     from ropelens.measure import band_activation, band_attribution, band_entropy, band_fisher, band_taylor
     from ropelens.metrics import ActivationAccumulator, EntropyAccumulator
     from ropelens.scores import BandAttribution, BandScores, random_scores
@@ -53,6 +55,7 @@ __all__ = [
     "BandScores",
     "Bands",
     "EntropyAccumulator",
+    "LesionResults",
     "ablate",
     "ablation_curve",
     "ablation_losses",
@@ -74,6 +77,8 @@ __all__ = [
     "entropy_hooks",
     "frequencies",
     "inspect",
+    "lesion",
+    "lesion_sweep",
     "load",
     "observe",
     "patch_bands",
@@ -94,6 +99,7 @@ _HOME = {
     "BandScores": "scores",
     "Bands": "bands",
     "EntropyAccumulator": "metrics",
+    "LesionResults": "lesions",
     "ablate": "interventions",
     "ablation_curve": "interventions",
     "ablation_losses": "interventions",
@@ -115,6 +121,8 @@ _HOME = {
     "entropy_hooks": "hooks",
     "frequencies": "interventions",
     "inspect": "hosts.inspection",
+    "lesion": "interventions.lesion",
+    "lesion_sweep": "lesions",
     "load": "hosts.load",
     "observe": "hooks",
     "patch_bands": "interventions",

@@ -11,6 +11,7 @@ from ropelens.cli.ablate import ablate
 from ropelens.cli.collect import collect, merge
 from ropelens.cli.demo import demo
 from ropelens.cli.inspect import inspect
+from ropelens.cli.lesion import lesion
 from ropelens.cli.pretrain import app as pretrain
 
 __all__ = ["app"]
@@ -33,6 +34,8 @@ Examples:
                                        other frequencies against the original ones
   ropelens ablate runs/plays --data 'novels/*.txt' --out runs/ablation
                                        the loss without the bands that score lowest
+  ropelens lesion --layers 0,15,29 --out runs/lesions
+                                       noise in the bands of some layers: what does the model say?
 
 \b
 Exit status:
@@ -74,3 +77,4 @@ app.command()(collect)
 app.command()(merge)
 app.add_typer(pretrain, name="pretrain")
 app.command()(ablate)
+app.command()(lesion)

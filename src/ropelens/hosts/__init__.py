@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ropelens.hosts.base import Consumer, Edit, Host
@@ -21,6 +23,7 @@ __all__ = [
     "Host",
     "LayerSpec",
     "LensHost",
+    "changing_weights",
     "host_of",
     "uncertified",
 ]
@@ -54,6 +57,19 @@ def host_of(model: Any) -> Host:
         _certificates[model] = known
     host.certificate, host.certified_turning = known[1], host.turning_now()
     return host
+
+
+@contextmanager
+def changing_weights(host: Host) -> Iterator[None]:
+    """Lets weights change inside the block that the block puts back, bit for bit.
+
+    Inside, the model is certified anew when it is asked for; afterwards the old certificate holds again.
+    """
+    _certificates.pop(host.model, None)
+    try:
+        yield
+    finally:
+        _certificates[host.model] = (state_of(host), host.certificate)
 
 
 def uncertified(model: Any) -> Host:

@@ -250,7 +250,7 @@ def watching(host: Host, look: Callable[[int, Tensor], None]) -> Iterator[None]:
 @contextmanager
 def watching_attention(host: Host, layer: int, look: Callable[[Tensor], None]) -> Iterator[None]:
     """Hands over what a layer's attention makes, `o_bias` included, before any norm of it."""
-    with _looking(_attention(host, layer), after=look):
+    with _looking(attention_of(host, layer), after=look):
         yield
 
 
@@ -272,7 +272,7 @@ def require_qk(weights: LayerWeights) -> None:
 
 def _weights(host: Host, layer: int) -> LayerWeights:
     """The weights of a layer, its norms left out."""
-    attn = _attention(host, layer)
+    attn = attention_of(host, layer)
     if host.kind == "HookedTransformer":
         grouped = "_" if hasattr(attn, "_W_K") else ""
         keys = (getattr(attn, grouped + name) for name in ("W_K", "W_V", "b_K", "b_V"))
@@ -315,15 +315,15 @@ def _norms(host: Host, layer: int) -> tuple[Norm | None, Norm | None]:
     # Where there are norms on both sides of the MLP, the one named after the attention is its output's.
     both = hasattr(own, "post_feedforward_layernorm")
     after = getattr(own, "post_attention_layernorm" if both else "post_self_attn_layernorm", None)
-    return _norm(host, _named(own, BEFORE)), _norm(host, after)
+    return _norm(host, named(own, BEFORE)), _norm(host, after)
 
 
 def _of_module(layer: int, module: Any, spec: LayerSpec) -> tuple[Tensor | None, ...]:
     """Returns q, k, v, o and their biases of a transformers attention module."""
     heads, kv_heads, d_head = spec.n_heads, spec.n_kv_heads, spec.d_head
-    out = _named(module, OUTPUTS)
-    apart = [_named(module, names) for names in (QUERIES, KEYS, VALUES)]
-    joint, by_head = _named(module, ("qkv_proj",)), _named(module, ("query_key_value",))
+    out = named(module, OUTPUTS)
+    apart = [named(module, names) for names in (QUERIES, KEYS, VALUES)]
+    joint, by_head = named(module, ("qkv_proj",)), named(module, ("query_key_value",))
     if out is None or (None in apart and joint is None and by_head is None):
         raise ValueError(
             f"layer {layer}: {type(module).__name__} has no projections that ropelens knows by name, so its "
@@ -370,7 +370,7 @@ def _ends(host: Host, factor: float) -> Ends:
                 f"expected a model with logits, got {type(model).__name__}, which has no language-model "
                 "head: load it with AutoModelForCausalLM"
             )
-        final, u, bias = _named(_trunk(host), FINAL), unembed.weight.detach().T, unembed.bias
+        final, u, bias = named(_trunk(host), FINAL), unembed.weight.detach().T, unembed.bias
     division = getattr(config, "logits_scaling", None)  # Granite
     scale = getattr(config, "logit_scale", None)  # Cohere
     return Ends(
@@ -400,13 +400,14 @@ def _block(host: Host, layer: int) -> Any:
     return found[layer]
 
 
-def _attention(host: Host, layer: int) -> Any:
+def attention_of(host: Host, layer: int) -> Any:
+    """Returns a layer's attention module."""
     block = _block(host, layer)
     return block.attn if isinstance(host, LensHost) else _attention_in(block)
 
 
 def _attention_in(block: Any) -> Any:
-    return _named(block, ("self_attn", "attention", "attn"))
+    return named(block, ("self_attn", "attention", "attn"))
 
 
 def _trunk(host: Host) -> Any:
@@ -414,7 +415,8 @@ def _trunk(host: Host) -> Any:
     return host.owner.base_model
 
 
-def _named(module: Any, names: tuple[str, ...]) -> Any:
+def named(module: Any, names: tuple[str, ...]) -> Any:
+    """Returns the first submodule that there is of these names, else None."""
     return next((m for m in (getattr(module, name, None) for name in names) if m is not None), None)
 
 
@@ -501,7 +503,7 @@ def _check(host: Host) -> _Found:
     def keep_made(layer: int, x: Tensor) -> None:
         made[layer] = x.double()
 
-    with torch.no_grad(), _alone(host):
+    with torch.no_grad(), alone(host):
         with ExitStack() as stack:
             stack.enter_context(watching(host, keep_state))
             for layer in layers:
@@ -606,7 +608,8 @@ def turn(
     return out
 
 
-def _alone(host: Host) -> AbstractContextManager[None]:
+def alone(host: Host) -> AbstractContextManager[None]:
+    """Lays the user's own hooks aside inside the block."""
     if isinstance(host, LensHost):
         return host.alone()
     assert isinstance(host, PlainHost)

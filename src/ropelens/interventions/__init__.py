@@ -5,6 +5,7 @@ from ropelens.interventions.agreement import agreement, band_effects, effect_ran
 from ropelens.interventions.areas import Areas, area_losses, areas
 from ropelens.interventions.curve import ablation_curve, ablation_losses, derotation_curve
 from ropelens.interventions.frequencies import frequencies, set_frequencies
+from ropelens.interventions.lesion import Lesion, lesion
 from ropelens.interventions.means import BandMeans, band_means
 from ropelens.interventions.patching import patch_bands
 from ropelens.interventions.resample import resample_frequencies
@@ -16,6 +17,7 @@ __all__ = [
     "AblationCurve",
     "Areas",
     "BandMeans",
+    "Lesion",
     "ablate",
     "ablation_curve",
     "ablation_losses",
@@ -28,6 +30,7 @@ __all__ = [
     "derotation_curve",
     "effect_ranks",
     "frequencies",
+    "lesion",
     "patch_bands",
     "resample_frequencies",
     "set_frequencies",

@@ -8,6 +8,7 @@ from ropelens.plots.frequencies import (
     loss_curves,
     paired_differences,
 )
+from ropelens.plots.lesions import dose_responses, survival_map
 from ropelens.plots.profiles import layer_profiles, shares_by_position
 from ropelens.plots.scores import band_heatmap, band_spectrum
 from ropelens.plots.style import TEMPLATE
@@ -19,11 +20,13 @@ __all__ = [
     "attribution_heatmap",
     "band_heatmap",
     "band_spectrum",
+    "dose_responses",
     "frequency_ladders",
     "importance_scatter",
     "layer_profiles",
     "loss_curves",
     "paired_differences",
     "shares_by_position",
+    "survival_map",
     "tokens_html",
 ]

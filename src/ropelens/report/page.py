@@ -46,10 +46,10 @@ def write_page(
         The path of the page.
     """
     provenance = {**provenance, **_residuals(entropy, activation, attribution)}
-    page = Template(_part("page.html")).substitute(
+    page = Template(part("page.html")).substitute(
         name=html.escape(name),
-        css=_part("page.css"),
-        js=_part("page.js"),
+        css=part("page.css"),
+        js=part("page.js"),
         n_layers=entropy.bands.n_layers,
         n_heads=entropy.values.shape[1],
         n_bands=entropy.bands.n_bands,
@@ -63,7 +63,7 @@ def write_page(
             f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
             for key, value in provenance.items()
         ),
-        data=_script_json(_data(entropy, activation, attribution)),
+        data=script_json(_data(entropy, activation, attribution)),
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
@@ -158,10 +158,11 @@ def _numbers(values: Float64[Tensor, "*any"]) -> list[float | None]:
     return [None if value.isnan() else float(f"{value.item():.4g}") for value in torch.unbind(values)]
 
 
-def _script_json(data: dict[str, Any]) -> str:
+def script_json(data: dict[str, Any]) -> str:
     """JSON that can stand inside a script element: no `</script>` nor `<!--` can appear in it."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """Returns a file that lies beside this one."""
     return (files("ropelens.report") / name).read_text(encoding="utf-8")
