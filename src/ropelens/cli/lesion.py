@@ -32,7 +32,7 @@ def lesion(
     ] = "slowest:20%,fastest:20%",
     stds: Annotated[
         str, typer.Option(help="Noise in units of each band's RMS, with commas between.")
-    ] = "0.25,0.5,1,2,4",
+    ] = "1,2,4,8,16",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0 up.")] = 3,
     target: Annotated[Target, typer.Option(help="Where the noise is.")] = "weights",
     limit: Annotated[

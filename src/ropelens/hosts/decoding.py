@@ -35,6 +35,7 @@ class Decoder:
         self._cache = self._empty(len(ids)) if cached else None
         self._new = ids, mask
         forward = inspect.signature(host.model.forward).parameters if host.kind == "transformers" else {}
+        self._name = "cache" if "cache" in forward else "past_key_values"  # renamed in transformers 5.24
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
 
     def logits(self) -> Float[Tensor, "batch token"]:
@@ -57,7 +58,7 @@ class Decoder:
         if self.host.kind == "HookedTransformer":
             return model(new, past_kv_cache=self._cache, attention_mask=new_mask)
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        given = {"position_ids": positions, "past_key_values": self._cache, "use_cache": True}
+        given = {"position_ids": positions, self._name: self._cache, "use_cache": True}
         with warnings.catch_warnings():  # the bridge hands the cache on by the name that it was given under
             warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
             made = model(new, attention_mask=self.mask, **given, **self._last)

@@ -50,7 +50,7 @@ def lesion_sweep(
     layers: Iterable[int | Sequence[int]],
     out: str | os.PathLike[str],
     bands: Iterable[str] = ("slowest:20%", "fastest:20%"),
-    stds: Iterable[float | int] = (0.25, 0.5, 1.0, 2.0, 4.0),
+    stds: Iterable[float | int] = (1.0, 2.0, 4.0, 8.0, 16.0),
     seeds: Iterable[int] = (0, 1, 2),
     target: Target = "weights",
     limit: float | int = 4.0,
