@@ -185,7 +185,7 @@ def test_help_reads_like_a_manual_and_loads_nothing_heavy() -> None:
         "Examples:",
         "Exit status:",
         "130  interrupted",
-        "  demo     Measure",
+        "  demo      Measure",
     ):
         assert part in done.stdout
 
