@@ -80,7 +80,7 @@ def loss_curves(curves: pd.DataFrame, against: str = "original") -> go.Figure:
     figure = go.Figure()
     arms = [arm for arm in curves.arm.unique() if arm != against]
     for arm, colour in zip(arms, COLOURS * 2, strict=False):
-        apart = (wide[arm] - wide[against]).reset_index(name="difference")
+        apart = wide[arm].sub(wide[against]).to_frame("difference").reset_index()
         for _, one in apart.groupby("seed"):
             figure.add_scatter(
                 x=one.tokens,
