@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -232,7 +233,12 @@ def gather(root: Path) -> None:
         ("sotu-fisher", "", ("fisher",)),
     ):
         for metric in metrics:
-            shutil.copy(root / folder / f"{metric}.safetensors", DATA / f"{prefix}{metric}.safetensors")
+            source, target = root / folder / f"{metric}.safetensors", DATA / f"{prefix}{metric}.safetensors"
+            if prefix:  # of long windows the page shows positions only
+                dropped = dict.fromkeys(("first", "first_rest", "later_squares", "later_rest_squares"))
+                replace(rl.BandScores.load(source), **dropped).save(target)
+            else:
+                shutil.copy(source, target)
         name = {"sotu": "run", "sotu-long": "long_run", "sotu-fisher": "fisher_run"}[folder]
         shutil.copy(root / folder / "run.json", DATA / f"{name}.json")
     parts = []
