@@ -342,11 +342,11 @@ def test_tokens_of_another_vocabulary_name_the_window(model, tmp_path) -> None:
     [
         (
             {"metrics": ("entropy", "magic")},
-            r"^expected metrics from entropy, activation, norm_product, fisher, got \('entr",
+            r"^expected metrics from entropy, activation, norm_product, fisher, taylor, got \('entr",
         ),
         (
             {"metrics": "entropy"},
-            r"^expected metrics from entropy, activation, norm_product, fisher, got 'entropy'$",
+            r"^expected metrics from entropy, activation, norm_product, fisher, taylor, got 'entropy'$",
         ),
         ({"tokens": 0}, r"^expected tokens to be at least 1, got 0$"),
         ({"batch": 0}, r"^expected batch to be at least 1, got 0$"),

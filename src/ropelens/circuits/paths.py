@@ -71,9 +71,9 @@ class PathImportance:
             return pd.DataFrame(
                 {
                     "order": range(self.orders.shape[1]),
-                    "loss": self.orders.mean(0),
-                    "marginal": marginal.mean(0),
-                    "stderr": clustered_stderr(marginal, self.documents),
+                    "loss": self.orders.mean(0).numpy(),
+                    "marginal": marginal.mean(0).numpy(),
+                    "stderr": clustered_stderr(marginal, self.documents).numpy(),
                 }
             )
         if of not in ("layers", "heads", "virtual"):
@@ -81,8 +81,8 @@ class PathImportance:
         values = getattr(self, of)
         frame = pd.DataFrame(
             {
-                "importance": values.mean(0).flatten(),
-                "stderr": clustered_stderr(values.flatten(1), self.documents),
+                "importance": values.mean(0).flatten().numpy(),
+                "stderr": clustered_stderr(values.flatten(1), self.documents).numpy(),
             }
         )
         if of == "virtual":
@@ -95,7 +95,7 @@ class PathImportance:
             frame.insert(1, "order", [i % n + 1 for i in range(len(frame))])
             return frame.query("order <= layer + 1").reset_index(drop=True)
         frame.insert(1, "head", [i % n for i in range(len(frame))])
-        return frame.assign(positional=self.positional.flatten())
+        return frame.assign(positional=self.positional.flatten().numpy())
 
     def n_positional(self, threshold: float = 0.5) -> int:
         """How many heads attend by offset: those whose `positional` share is at least the threshold."""

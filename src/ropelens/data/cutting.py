@@ -327,7 +327,7 @@ def document_numbers(documents: Iterable[str]) -> Int64[Tensor, " document"]:
         >>> document_numbers(["0" * 31 + "1", "0" * 14 + "2" + "0" * 17]).tolist()
         [0, 2]
     """
-    return torch.tensor(sorted({int(name[:15], 16) for name in documents}), dtype=torch.int64)
+    return torch.tensor(sorted({int(name[:15], 16) for name in documents if name}), dtype=torch.int64)
 
 
 def _ready(ids: Tensor, context: int | None) -> Int64[Tensor, "batch pos"]:
