@@ -59,6 +59,7 @@ def test_examples_on_a_real_model(name, smollm2, measured):
         "rl": rl,
         "model": smollm2,
         "tokens": torch.tensor([[504, 2644, 2677, 335, 260, 3857, 30]]),
+        "text": "The cat sat on the mat.",
         "documents": ["The cat sat on the mat.", "The dog sat on the log."],
         "layer": 10,
         "head": 1,
