@@ -128,7 +128,8 @@ def test_an_interruption_says_how_to_go_on(run, tmp_path, monkeypatch) -> None:
         (["--pack", "--split"], "ropelens: expected --pack or --split, not both\n"),
         (
             ["--metrics", "magic"],
-            "ropelens: expected metrics from entropy, activation, norm_product, fisher, taylor, got ['magic']\n",
+            "ropelens: expected metrics from entropy, activation, norm_product, fisher, taylor, "
+            "got ['magic']\n",
         ),
         (["--context", "200"], "ropelens: expected windows of at most 128 tokens, the context of this model"),
         (
