@@ -45,7 +45,7 @@ demo: $(INSTALLED)  ## which bands every head of SmolLM2-135M uses: a table, and
 	@$(OFFLINE) $(VENV)/bin/ropelens demo
 
 test: $(INSTALLED)  ## every test, JOBS (2) at a time
-	@$(OFFLINE) $(RUN) -m pytest -n $(JOBS) --dist loadfile
+	@$(OFFLINE) $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
 check: $(INSTALLED)  ## lint, format, types, and notebooks without outputs
 	@$(RUN) -m ruff check
