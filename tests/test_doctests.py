@@ -15,6 +15,7 @@ import ropelens as rl
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [*rl.__all__, *(f"circuits.{name}" for name in rl.circuits.__all__)]
+NOT_RUN = {"lesion_sweep", "set_frequencies"}  # it takes hours; it changes the shared model for good
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -53,7 +54,7 @@ def measured(smollm2):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("name", [name for name in NAMES if block(name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if block(name) and name not in NOT_RUN])
 def test_examples_on_a_real_model(name, smollm2, measured):
     names = measured | {
         "rl": rl,

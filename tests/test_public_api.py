@@ -74,7 +74,7 @@ def test_a_public_name_says_what_it_is(name):
 def test_a_public_function_has_an_example_and_says_what_it_raises(name):
     doc = inspect.getdoc(getattr(ropelens, name))
     assert "Example:" in doc
-    assert doctest.DocTestParser().get_examples(doc) or "```py" in doc
+    assert doctest.DocTestParser().get_examples(doc) or "```python" in doc
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,7 +91,7 @@ def test_the_names_of_circuits_say_what_they_are(name):
     assert doc.splitlines()[0].endswith("."), name
     if inspect.isfunction(thing):
         assert "Example:" in doc, name
-        assert doctest.DocTestParser().get_examples(doc) or "```py" in doc, name
+        assert doctest.DocTestParser().get_examples(doc) or "```python" in doc, name
     assert f"::: ropelens.circuits.{name}\n" in (ROOT / "docs" / "api.md").read_text()
     assert name in dir(ropelens.circuits)
 

@@ -62,7 +62,7 @@ def set_frequencies(model: Any, inv_freq: Float[Tensor, "layer band"]) -> None:
         ValueError: As in `frequencies`.
 
     Example:
-        ```py
+        ```python
         rl.set_frequencies(model, rl.resample_frequencies(scores, seed=0))
         model.save_pretrained("resampled")
         model = rl.load("resampled", host="transformers")

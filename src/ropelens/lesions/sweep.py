@@ -105,7 +105,7 @@ def lesion_sweep(
             with other settings.
 
     Example:
-        ```py
+        ```python
         found = rl.lesion_sweep(model, layers=[0, 15, 29], out="runs/lesions")
         found.survived()  # the std that each layer survives
         ```
