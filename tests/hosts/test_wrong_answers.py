@@ -15,12 +15,14 @@ import tiny
 import torch
 from double import Double
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import ropelens as rl
 import ropelens_kernels as kernels
 from ropelens.bands import pair_dims
 from ropelens.hosts import host_of
 from ropelens.hosts.layer import Rotation
+from ropelens.hosts.load import hooked_from
 from ropelens.hosts.plain import PlainHost
 
 
@@ -256,3 +258,20 @@ def test_no_hooks_are_left_behind_after_an_error(host: str):
     assert hooks() == before
     assert getattr(model, "original_model", model).config._attn_implementation == implementation
     assert not math.isnan(float(rl.band_activation(model, tiny.ids(1)).values.sum()))
+
+
+@tiny.needs_hooked
+@pytest.mark.parametrize("bias", ["v_proj.bias", "o_proj.bias", "up_proj.bias"])
+def test_biases_without_a_place_in_a_hooked_transformer_are_not_lost(bias: str):
+    """None of them changes a score of the first layer; the first two only what it hands on."""
+    config = families.FAMILIES["llama"].config(
+        **families.SMALL | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1}
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    assert hooked_from(model, None).cfg.n_layers == 1  # biases of zero are no loss
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(bias):
+                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"gives other logits than it, by .* use host=\"bridge\"$"):
+        hooked_from(model, None)

@@ -155,6 +155,7 @@ def hooked_from(hf: Any, tokenizer: Any) -> Any:
     )
     model = model.to(hf.device).eval()
     _require_the_same_attention(model, hf)
+    _require_the_same_logits(model, hf)
     return model
 
 
@@ -171,6 +172,29 @@ def _require_the_same_attention(hooked: Any, hf: Any) -> None:
                 f"layer {layer}: HookedTransformer, made from a {type(hf).__name__}, has other {what} than "
                 f'it ({mine} instead of {theirs}): use host="bridge"'
             )
+
+
+def _require_the_same_logits(hooked: Any, hf: Any) -> None:
+    """Refuses a HookedTransformer that lacks weights which the attention's scores alone do not show.
+
+    Between two libraries' roundings, logits differ by a few epsilons a layer; a bias that was left behind
+    moves them by as much as it did anything.
+    """
+    from ropelens.hosts import host_of
+
+    ids = torch.arange(16, device=hf.device)[None] % hf.config.get_text_config().vocab_size
+    with torch.no_grad():
+        mine, its = (host_of(model).run(ids, None) for model in (hooked, hf))
+    assert mine is not None
+    assert its is not None
+    mine, its = mine.double(), its.double()
+    error = float((mine - its).abs().max() / (its.max() - its.min()))
+    allowed = 1e-3 if hf.dtype in (torch.float32, torch.float64) else 16 * torch.finfo(hf.dtype).eps
+    if not error <= allowed:
+        raise ValueError(
+            f"HookedTransformer, made from a {type(hf).__name__}, gives other logits than it, by {error:.1e} "
+            'of their range: some of its weights (biases, for instance) have no place there; use host="bridge"'
+        )
 
 
 def _difference(ours: LayerSpec, its: LayerSpec) -> tuple[str, str, str] | None:
