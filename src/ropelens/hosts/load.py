@@ -192,8 +192,9 @@ def _require_the_same_logits(hooked: Any, hf: Any) -> None:
     allowed = 1e-3 if hf.dtype in (torch.float32, torch.float64) else 16 * torch.finfo(hf.dtype).eps
     if not error <= allowed:
         raise ValueError(
-            f"HookedTransformer, made from a {type(hf).__name__}, gives other logits than it, by {error:.1e} "
-            'of their range: some of its weights (biases, for instance) have no place there; use host="bridge"'
+            f"HookedTransformer, made from a {type(hf).__name__}, gives other logits than it, by "
+            f"{error:.1e} of their range: some of its weights (biases, for instance) have no place there; "
+            'use host="bridge"'
         )
 
 
