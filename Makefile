@@ -90,6 +90,7 @@ teaching-models: $(INSTALLED) corpora  ## train the attention-only models of rl.
 	@$(OFFLINE) $(RUN) tools/teaching_models.py train
 	@$(OFFLINE) $(RUN) tools/teaching_models.py measure
 	@$(OFFLINE) $(RUN) tools/teaching_models.py ship
+	@$(OFFLINE) $(RUN) tools/teaching_models.py paths
 
 bench: $(INSTALLED)  ## time the kernels, collecting, circuits, lesions and a training step on this machine's CPU
 	@$(OFFLINE) $(RUN) -m ropelens_kernels.bench

@@ -3,6 +3,7 @@
 train    trains them on corpora/ (from `make corpora`), or goes on where that was interrupted
 measure  loss by position, in-context learning, head scores and bands of every checkpoint
 ship     puts the models and what was measured into the package
+paths    path expansion of the models in the package, into docs/data/paths
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import torch
 import typer
 
@@ -29,6 +31,7 @@ from ropelens.pretrain.teaching import (
 EARLY, LATE, WIDTH = 30, 240, 8  # positions of the in-context-learning score
 EVERY = 40  # of the held-out windows, one in so many is measured
 STEPS = {"attn-only-1l": 300, "attn-only-2l": 100}  # between the checkpoints that are measured
+PATHS = Path(__file__).resolve().parent.parent / "docs" / "data" / "paths"
 PERIOD = 64  # tokens that come again and again, in the repeated windows
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -75,6 +78,44 @@ def ship(names: Names = None, out: Out = Path("build/teaching")) -> None:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(unfinished, target)
         print(target)
+
+
+@app.command()
+def paths(names: Names = None, corpora: Corpora = Path("corpora")) -> None:
+    _, held_out = split_documents(corpora)
+    texts = list(held_out)
+    found: dict[str, list[pd.DataFrame]] = {}
+    for name in names or TEACHING:
+        model = rl.load(name, host="transformers")
+        context = TEACHING_MODELS[name].context
+        windows = rl.windows(texts, model.tokenizer, context=context, fit="split", shard=(0, EVERY))
+        again = torch.stack([repeated(window.ids, (PERIOD, PERIOD), seed=0) for window in windows])
+        for of, what in (("prose", windows), ("repeated", again)):
+            expanded = rl.circuits.path_importance(model, what, progress=True)
+            measured = {kind: expanded.to_frame(kind) for kind in ("orders", "layers", "heads", "virtual")}
+            measured["sums"] = pd.DataFrame(
+                {
+                    "loss": [float(expanded.total.mean())],
+                    "residual": [expanded.residual],
+                    "other": [expanded.other],
+                    "positional": [expanded.n_positional()],
+                    "windows": [len(expanded.total)],
+                }
+            )
+            for kind, frame in measured.items():
+                frame.insert(0, "text", of)
+                frame.insert(0, "model", name)
+                found.setdefault(kind, []).append(frame)
+        everything = rl.windows(texts, model.tokenizer, context=context, fit="split")
+        frame = pd.DataFrame([vars(rl.circuits.bigrams(model, everything))])
+        frame.insert(0, "model", name)
+        found.setdefault("bigrams", []).append(frame)
+    PATHS.mkdir(parents=True, exist_ok=True)
+    for kind, frames in found.items():
+        unfinished = PATHS / f".{kind}.csv"
+        pd.concat(frames).to_csv(unfinished, index=False, float_format="%.6g")
+        unfinished.replace(PATHS / f"{kind}.csv")
+    print(PATHS)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def tables() -> dict[str, str]:
     return {
         "induction": induction(heads.nlargest(10, "induction")),
         "previous": previous(heads.nlargest(10, "previous_token")),
+        "rest": resting(heads.nlargest(10, "first_key")),
         "bands": by_range(bands),
         "alone": ablated_alone(alone),
         "together": ablated_together(together),
@@ -60,6 +61,14 @@ def previous(rows: pd.DataFrame) -> str:
         for _, r in rows.iterrows()
     ]
     return table(["head", "score", "first key", "OV"], lines)
+
+
+def resting(rows: pd.DataFrame) -> str:
+    lines = [
+        [f"{int(r['layer'])}.{int(r['head'])}", *(f"{r[c]:.2f}" for c in ("first_key", "first_value"))]
+        for _, r in rows.iterrows()
+    ]
+    return table(["head", "first key", "its value"], lines)
 
 
 def by_range(bands: pd.DataFrame) -> str:
