@@ -315,9 +315,10 @@ def test_the_command_says_what_is_wrong(tmp_path: Path):
 
     arguments = ["ablate", str(tmp_path), "--data", "x.txt", "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 2
+    assert found.exit_code == 1
     assert "found no .safetensors file: run ropelens collect" in found.output
     found = CliRunner().invoke(app, [*arguments, "--fractions", "a,b"])
+    assert found.exit_code == 2
     assert "expected --fractions as 0.1,0.5,0.9, got 'a,b'" in found.output
 
 

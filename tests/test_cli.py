@@ -8,6 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -108,22 +109,23 @@ def test_demo_shows_the_head_that_was_asked_for(run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("status", "args", "message"),
     [
-        (["--layer", "4"], "ropelens: expected a layer from 0 to 3, got 4"),
-        (["--head", "-1"], "ropelens: expected a head from 0 to 1, got -1"),
+        (1, ["--layer", "4"], "ropelens: expected a layer from 0 to 3, got 4"),
+        (1, ["--head", "-1"], "ropelens: expected a head from 0 to 1, got -1"),
         (
+            1,
             ["--tokens", "300"],
             "ropelens: expected at most 256 tokens, the context of this model, got 300: cut",
         ),
-        (["--tokens", "9000000"], "ropelens: expected --tokens of at most "),
-        (["--tokens", "5"], "Invalid value for '--tokens': "),
-        (["--host", "mine"], "'mine' is not one of 'bridge', 'hooked'."),
+        (1, ["--tokens", "9000000"], "ropelens: expected --tokens of at most "),
+        (2, ["--tokens", "5"], "Invalid value for '--tokens': "),
+        (2, ["--host", "mine"], "'mine' is not one of 'bridge', 'hooked'."),
     ],
 )
-def test_bad_arguments_are_one_sentence_and_status_2(run, tmp_path, args: list[str], message: str) -> None:
+def test_bad_arguments_are_one_sentence_and_a_status(run, tmp_path, status: int, args, message: str) -> None:
     result = run("demo", "--out", tmp_path, *args)
-    assert result.exit_code == 2
+    assert result.exit_code == status
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not list(tmp_path.iterdir())
@@ -133,7 +135,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(run, tmp_path, 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("ropelens.hosts.load.load", lambda name, host: pytest.fail("loaded a model first"))
     result = run("demo", "--out", tmp_path / "file")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert result.stderr.startswith("ropelens: expected --out to be a folder, but ")
     assert result.stderr.endswith("file is a file or lies below one\n")
 
@@ -142,8 +144,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(run, tmp_path, 
     ("error", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "ropelens: interrupted\n"),
-        (OSError("no model\nhere"), 2, "ropelens: no model here\n"),
-        (ImportError("please install gguf"), 2, "ropelens: please install gguf\n"),
+        (OSError("no model\nhere"), 1, "ropelens: no model here\n"),
+        (ImportError("please install gguf"), 1, "ropelens: please install gguf\n"),
     ],
 )
 def test_interruptions_and_missing_models(run, tmp_path, monkeypatch, error, status, message) -> None:
@@ -183,11 +185,123 @@ def test_help_reads_like_a_manual_and_loads_nothing_heavy() -> None:
     for part in (
         "Which RoPE frequencies",
         "Examples:",
+        "Files:",
+        "For scripts:",
         "Exit status:",
+        "  1    a file, a model or the data",
         "130  interrupted",
         "  demo      Measure",
     ):
         assert part in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def commands() -> dict[str, typer.core.TyperCommand]:
+    """Every command by its name, as "collect" or "pretrain run"."""
+
+    def below(group, before: str):
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from below(command, f"{before}{name} ")
+            else:
+                yield before + name, command
+
+    return dict(below(typer.main.get_command(app), ""))
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_manual_page_and_something_for_scripts(name: str) -> None:
+    done = CliRunner().invoke(app, [*name.split(), "--help"])
+    assert done.exit_code == 0
+    command = COMMANDS[name]
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert options & {"--json", "--out"}, "neither JSON nor files"
+    about = (command.help or "").strip()
+    assert about.splitlines()[0].endswith("."), "the list of commands shows its first line"
+    assert len(about.splitlines()) > 2
+    for parameter in command.params:
+        assert getattr(parameter, "help", "") or parameter.name == "help", parameter.name
+    page = CliRunner().invoke(app, ["--help"]).stdout
+    assert f"ropelens {name.split()[0]} " in page, "the manual page has an example of each command"
+
+
+def complete(line: str) -> list[str]:
+    words = line.split(" ")
+    environment = {
+        "_ROPELENS_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    return CliRunner().invoke(app, prog_name="ropelens", env=environment).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ropelens col", ["collect"]),
+        ("ropelens collect --host ", ["transformers", "bridge", "hooked"]),
+        ("ropelens collect --metrics ", ["entropy", "activation", "norm_product", "fisher", "taylor"]),
+        ("ropelens collect --metrics entropy,f", ["entropy,fisher"]),
+        ("ropelens collect --model attn", ["attn-only-1l", "attn-only-2l"]),
+        ("ropelens collect --dtype b", ["bfloat16"]),
+        ("ropelens inspect sm", ["smollm2-135m"]),
+        ("ropelens ablate --scopes layer,h", ["layer,head"]),
+        ("ropelens ablate --mode d", ["derotate"]),
+        ("ropelens lesion --bands slow", ["slowest:20%"]),
+        ("ropelens lesion --target q", ["queries"]),
+        ("ropelens pretrain e", ["experiment"]),
+        ("ropelens pretrain run s", ["study-100m", "small-10m"]),
+        ("ropelens pretrain experiment --arms original,learned-", ["original,learned-shared"]),
+        ("ropelens inspect ./no-name-of-ours", []),  # the shell completes files
+    ],
+)
+def test_the_shell_completes(line: str, expected: list[str]) -> None:
+    assert complete(line) == expected
+
+
+def test_completion_scripts_are_shown_for_every_shell(monkeypatch) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+        done = subprocess.run(
+            [sys.executable, "-m", "ropelens", "--show-completion", shell], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "_ROPELENS_COMPLETE=complete_" in done.stdout
+
+
+def test_values_that_complete_are_those_that_are_known() -> None:
+    from ropelens.cli import values
+    from ropelens.hooks import ACCUMULATORS
+    from ropelens.hosts.load import TEACHING
+    from ropelens.pretrain import ARMS, CONFIGS
+
+    assert tuple(ARMS) == values.ARMS
+    assert tuple(CONFIGS) == values.CONFIGS
+    assert (*ACCUMULATORS, "fisher", "taylor") == values.METRICS
+    assert set(TEACHING) < set(values.MODELS)
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        (["--help"], 0),
+        (["nonsense"], 2),
+        (["collect"], 2),  # options are missing
+        (["inspect", "no/such/model"], 1),
+        (["merge", "no-such-folder", "-o", "new"], 1),
+        (["lesion", "--layers", "x", "-o", "new"], 2),
+        (["pretrain", "run", "huge", "--data", "x", "-o", "new"], 2),
+    ],
+)
+def test_exit_statuses(args: list[str], status: int, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == status, done.output
+    assert "Traceback" not in done.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_version_and_module() -> None:

@@ -88,7 +88,7 @@ def test_shards_and_merge(run, tmp_path) -> None:
     assert (merged.data, merged.n_documents) == (one.data, one.n_documents)
     again = run("merge", tmp_path / "0", tmp_path / "1", "-o", tmp_path / "all")
     assert (again.exit_code, again.stderr) == (
-        2,
+        1,
         f"ropelens: {tmp_path / 'all'} holds a run already: choose another folder to merge into\n",
     )
 
@@ -121,28 +121,35 @@ def test_an_interruption_says_how_to_go_on(run, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("status", "args", "message"),
     [
-        (["--shard", "2/2"], "ropelens: expected --shard I/N with I from 0 to N - 1, as 0/4, got '2/2'\n"),
-        (["--shard", "1"], "ropelens: expected --shard I/N with I from 0 to N - 1, as 0/4, got '1'\n"),
-        (["--pack", "--split"], "ropelens: expected --pack or --split, not both\n"),
+        (2, ["--shard", "2/2"], "ropelens: expected --shard I/N with I from 0 to N - 1, as 0/4, got '2/2'\n"),
+        (2, ["--shard", "1"], "ropelens: expected --shard I/N with I from 0 to N - 1, as 0/4, got '1'\n"),
+        (2, ["--pack", "--split"], "ropelens: expected --pack or --split, not both\n"),
         (
-            ["--metrics", "magic"],
-            "ropelens: expected metrics from entropy, activation, norm_product, fisher, taylor, "
-            "got ['magic']\n",
+            2,
+            ["--metrics", "entropy,magic"],
+            "ropelens: expected --metrics with names from entropy, activation, norm_product, fisher, taylor, "
+            "got magic\n",
         ),
-        (["--context", "200"], "ropelens: expected windows of at most 128 tokens, the context of this model"),
+        (2, ["--metrics", ","], "fisher, taylor, got ,\n"),
         (
+            1,
+            ["--context", "200"],
+            "ropelens: expected windows of at most 128 tokens, the context of this model",
+        ),
+        (
+            1,
             ["--context", "100"],
             "texts.jsonl gave no window of 100 tokens: 10 documents were read and dropped",
         ),
-        (["--data", "nowhere.txt"], "ropelens: there is no file or folder nowhere.txt\n"),
-        (["--tol", "-1"], "ropelens: window 0: layer 0: expected a positive tolerance, got -1.0"),
+        (1, ["--data", "nowhere.txt"], "ropelens: there is no file or folder nowhere.txt\n"),
+        (1, ["--tol", "-1"], "ropelens: window 0: layer 0: expected a positive tolerance, got -1.0"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence_and_status_2(run, tmp_path, args, message) -> None:
+def test_what_cannot_be_done_is_one_sentence_and_a_status(run, tmp_path, status, args, message) -> None:
     result = run("collect", "--out", tmp_path / "run", *args)
-    assert result.exit_code == 2, result.output
+    assert result.exit_code == status, result.output
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not list((tmp_path / "run").glob("*.safetensors"))
@@ -152,10 +159,10 @@ def test_folder_and_data_are_looked_at_before_the_model(run, tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("ropelens.hosts.load.load", lambda *_, **__: pytest.fail("loaded a model first"))
     result = run("collect", "--out", tmp_path / "file")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert result.stderr.startswith("ropelens: expected a folder to write to, but ")
     result = run("collect", "--out", tmp_path / "run", "--data", "nowhere/*.txt")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert result.stderr == "ropelens: no file matches nowhere/*.txt\n"
 
 

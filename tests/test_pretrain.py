@@ -305,17 +305,23 @@ def test_the_studys_model_trains():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("status", "arguments", "message"),
     [
         (
+            2,
             ["run", "huge", "--data", "x.txt"],
-            "expected a configuration out of study-100m, small-10m, tiny-1m",
+            "expected a configuration out of study-100m, small-10m, tiny-1m, got huge",
         ),
-        (["run", "tiny-1m", "--data", "no-such.txt"], "there is no file or folder no-such.txt"),
-        (["experiment", "tiny-1m", "--data", "x.txt", "--arms", "original"], "at least one other arm"),
+        (1, ["run", "tiny-1m", "--data", "no-such.txt"], "there is no file or folder no-such.txt"),
+        (1, ["experiment", "tiny-1m", "--data", "x.txt", "--arms", "original"], "at least one other arm"),
+        (
+            2,
+            ["experiment", "tiny-1m", "--data", "x.txt", "--arms", "magic"],
+            "expected --arms with names from",
+        ),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments: list[str], message: str, tmp_path: Path):
+def test_the_command_says_what_is_wrong(status: int, arguments: list[str], message: str, tmp_path: Path):
     found = CliRunner().invoke(app, ["pretrain", *arguments, "--out", str(tmp_path / "out")])
-    assert found.exit_code == 2
+    assert found.exit_code == status
     assert message in found.stderr

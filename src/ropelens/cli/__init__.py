@@ -37,11 +37,29 @@ Examples:
   ropelens lesion --layers 0,15,29 --out runs/lesions
                                        noise in the bands of some layers: what does the model say?
 
+Each command has its own manual page: ropelens COMMAND --help.
+
+\b
+Files:
+  demo                    OUT/index.html for a browser, and the scores that it shows
+  collect, merge          OUT/<metric>.safetensors, OUT/run.json (what was run), OUT/checkpoints
+  ablate                  OUT/MODE.csv and OUT/MODE.safetensors, and each point by itself
+  lesion                  OUT/lesions.jsonl, a line a run; OUT/page/index.html
+  pretrain                OUT/model or OUT/manifest.json, with checkpoints
+  ~/.cache/ropelens       models that were converted; below XDG_CACHE_HOME where that is set
+
+\b
+For scripts:
+  --json prints what came out on standard output, as one JSON value; all else goes to standard error.
+  ropelens --install-completion makes the shell complete commands, options and their values.
+
 \b
 Exit status:
   0    all went well
-  2    an argument, a file or a model cannot be used; standard error says why
-  130  interrupted
+  1    a file, a model or the data cannot be used, or a result is there already; standard error says
+       why in one sentence
+  2    the command was not understood: an option that is unknown, missing, or has a value it cannot take
+  130  interrupted; commands with OUT go on where they stopped when they are run again
 
 From Python: import ropelens; see help(ropelens.band_entropy).
 """
@@ -49,7 +67,6 @@ From Python: import ropelens; see help(ropelens.band_entropy).
 app = typer.Typer(
     help=_HELP,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

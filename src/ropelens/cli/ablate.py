@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ropelens.cli.collect import AnyHost
-from ropelens.cli.sentence import one_sentence
+from ropelens.cli.sentence import UsageError, one_sentence
+from ropelens.cli.values import MODELS, SCOPES, AnyHost, listed, numbers, one_of, some_of
 
 
 def ablate(
@@ -17,10 +17,14 @@ def ablate(
     ],
     data: Annotated[str, typer.Option(help="Text for the loss: other documents than were scored.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder; an interrupted run goes on there.")],
-    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, or a hub id.")] = "smollm2-135m",
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m, a folder, or a hub id.", autocompletion=one_of(MODELS))
+    ] = "smollm2-135m",
     host: Annotated[AnyHost, typer.Option(help="What runs the model.")] = "transformers",
     fractions: Annotated[str, typer.Option(help="Shares of bands to remove.")] = "0.1,0.25,0.4,0.55,0.7,0.9",
-    scopes: Annotated[str, typer.Option(help="Where bands compete: model, layer, head.")] = "model",
+    scopes: Annotated[
+        str, typer.Option(help="Where bands compete: model, layer, head.", autocompletion=some_of(SCOPES))
+    ] = "model",
     seeds: Annotated[int, typer.Option(min=0, help="How many random controls.")] = 3,
     mode: Annotated[Literal["zero", "derotate", "keys"], typer.Option(help="How bands go.")] = "zero",
     normalize: Annotated[Literal["head", "layer", "model"], typer.Option(help="Of importances.")] = "head",
@@ -42,7 +46,8 @@ def ablate(
       ropelens ablate runs/speeches --data 'novels/*.txt' --tokens 16384 -o runs/ablation
     """
     with one_sentence():
-        shares = _numbers(fractions)
+        shares = numbers(fractions, "--fractions", "0.1,0.5,0.9")
+        within = tuple(listed(scopes, "--scopes", SCOPES))
         found = _files(scores)
         from ropelens.data import windows
         from ropelens.hosts.load import load
@@ -59,7 +64,7 @@ def ablate(
             chosen,
             read,
             shares,
-            tuple(scope.strip() for scope in scopes.split(",")),
+            within,
             out,
             mode=mode,
             normalize=normalize,
@@ -75,13 +80,6 @@ def ablate(
         )
 
 
-def _numbers(text: str) -> list[float | int]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"expected --fractions as 0.1,0.5,0.9, got {text!r}") from error
-
-
 def _files(paths: list[Path]) -> dict[str, Path]:
     """Returns the score files by the names that the curve calls them."""
     found: dict[str, Path] = {}
@@ -91,7 +89,7 @@ def _files(paths: list[Path]) -> dict[str, Path]:
             raise ValueError(f"expected scores in {path}, found no .safetensors file: run ropelens collect")
         for file in files:
             if file.stem in found:
-                raise ValueError(
+                raise UsageError(
                     f"expected score files of different names, got {found[file.stem]} and {file}"
                 )
             found[file.stem] = file

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ropelens.cli.sentence import one_sentence
+from ropelens.cli.sentence import UsageError, one_sentence
+from ropelens.cli.values import METRICS, MODELS, AnyHost, listed, one_of, some_of
 
 if TYPE_CHECKING:
     from ropelens.scores import BandScores
 
-AnyHost = Literal["transformers", "bridge", "hooked"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -22,13 +22,21 @@ def collect(
     data: Annotated[
         str, typer.Option(help="Files (a glob, quoted), or the name of a data set on the Hugging Face hub.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of this run; the same folder goes on with it.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of this run; the same folder goes on with it.")
+    ],
     model: Annotated[
-        str, typer.Option(help="smollm2-135m, a folder that transformers reads, or a hub id.")
+        str,
+        typer.Option(
+            help="smollm2-135m, a folder that transformers reads, or a hub id.", autocompletion=one_of(MODELS)
+        ),
     ] = "smollm2-135m",
     metrics: Annotated[
         str,
-        typer.Option(help="Of entropy, activation, norm_product, fisher and taylor, with commas between."),
+        typer.Option(
+            help="Of entropy, activation, norm_product, fisher and taylor, with commas between.",
+            autocompletion=some_of(METRICS),
+        ),
     ] = "entropy,activation",
     context: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 2048,
     tokens: Annotated[
@@ -87,8 +95,8 @@ def collect(
     with one_sentence():
         part = _shard(shard)
         if pack and split:
-            raise ValueError("expected --pack or --split, not both")
-        names = [name.strip() for name in metrics.split(",") if name.strip()]
+            raise UsageError("expected --pack or --split, not both")
+        names = listed(metrics, "--metrics", METRICS)
         rank = int(os.environ.get("RANK", "0"))
 
         from ropelens.streaming.checkpoints import RunFolder
@@ -157,7 +165,7 @@ def _shard(text: str | None) -> tuple[int, int]:
         return 0, 1
     part, _, of = text.partition("/")
     if not (part.isdecimal() and of.isdecimal() and int(part) < int(of)):
-        raise ValueError(f"expected --shard I/N with I from 0 to N - 1, as 0/4, got {text!r}")
+        raise UsageError(f"expected --shard I/N with I from 0 to N - 1, as 0/4, got {text!r}")
     return int(part), int(of)
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ropelens.cli.collect import AnyHost
 from ropelens.cli.sentence import one_sentence
+from ropelens.cli.values import MODELS, AnyHost, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="smollm2-135m, a folder, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="smollm2-135m, a folder, or a hub id.", autocompletion=one_of(MODELS))
+    ],
     host: Annotated[AnyHost, typer.Option(help="What runs the model.")] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of layers as JSON.")] = False,
 ) -> None:
@@ -24,6 +26,11 @@ def inspect(
     A row a layer: heads, scale, softcap, window and sinks, which dims rotate and how fast, and how
     far the attention rebuilt from all this lies from the model's own. What is shown was measured, not
     copied from a config. A layer that cannot be read says why.
+
+    \b
+    Examples:
+      ropelens inspect smollm2-135m
+      ropelens inspect ./my-model --host bridge --json    a list of layers, for scripts
     """
     with one_sentence():
         from ropelens.hosts.inspection import inspect as table_of

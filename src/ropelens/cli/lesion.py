@@ -7,19 +7,24 @@ from typing import Annotated, Literal
 
 import typer
 
-from ropelens.cli.sentence import one_sentence
+from ropelens.cli.sentence import UsageError, one_sentence
+from ropelens.cli.values import BANDS, MODELS, AnyHost, listed, numbers, one_of, some_of
 
 Target = Literal["weights", "queries", "keys", "both"]
-AnyHost = Literal["transformers", "bridge", "hooked"]
 
 
 def lesion(
-    out: Annotated[Path, typer.Option(help="Folder of this sweep; the same folder goes on with it.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of this sweep; the same folder goes on with it.")
+    ],
     layers: Annotated[
         str, typer.Option(help="With commas between; 0-3 hurts four at once, 0..3 one after the other.")
     ],
     model: Annotated[
-        str, typer.Option(help="smollm2-135m, a folder that transformers reads, or a hub id.")
+        str,
+        typer.Option(
+            help="smollm2-135m, a folder that transformers reads, or a hub id.", autocompletion=one_of(MODELS)
+        ),
     ] = "smollm2-135m",
     tasks: Annotated[
         Path | None, typer.Option(help="YAML or JSON file of tasks; default: three of our own.")
@@ -28,7 +33,11 @@ def lesion(
         str | None, typer.Option(help="Names of tasks, with commas between; default: all.")
     ] = None,
     bands: Annotated[
-        str, typer.Option(help="Groups of bands, as slowest:12 or fastest:20%, with commas between.")
+        str,
+        typer.Option(
+            help="Groups of bands, as slowest:12 or fastest:20%, with commas between.",
+            autocompletion=some_of(BANDS),
+        ),
     ] = "slowest:20%,fastest:20%",
     stds: Annotated[
         str, typer.Option(help="Noise in units of each band's RMS, with commas between.")
@@ -72,7 +81,8 @@ def lesion(
     """
     with one_sentence():
         groups = _layers(layers)
-        doses = _numbers(stds)
+        doses = numbers(stds, "--stds", "0.5,1,2")
+        groups_of_bands = listed(bands, "--bands")
 
         from ropelens.hosts.load import load
         from ropelens.lesions import default_tasks, lesion_sweep, read_tasks
@@ -80,19 +90,15 @@ def lesion(
 
         asked = default_tasks() if tasks is None else read_tasks(tasks)
         if only is not None:
-            names = [name.strip() for name in only.split(",")]
             known = {task.name: task for task in asked}
-            missing = [name for name in names if name not in known]
-            if missing:
-                raise ValueError(f"expected --only with names from {', '.join(known)}, got {missing[0]!r}")
-            asked = tuple(known[name] for name in names)
+            asked = tuple(known[name] for name in listed(only, "--only", known))
         found = load(model, host=host, device=device)
         results = lesion_sweep(
             found,
             asked,
             layers=groups,
             out=out,
-            bands=[b.strip() for b in bands.split(",") if b.strip()],
+            bands=groups_of_bands,
             stds=doses,
             seeds=range(seeds),
             target=target,
@@ -127,15 +133,6 @@ def _layers(text: str) -> list[int | tuple[int, ...]]:
                 break
         else:
             if not part.isdecimal():
-                raise ValueError(f'expected --layers as "0,15,29", "0-3" or "0..3", got {text!r}')
+                raise UsageError(f'expected --layers as "0,15,29", "0-3" or "0..3", got {text!r}')
             found.append(int(part))
     return found
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(
-            f'expected --stds as numbers with commas between, as "0.5,1,2", got {text!r}'
-        ) from error

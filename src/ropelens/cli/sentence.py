@@ -11,6 +11,10 @@ from typing import Any
 import typer
 
 
+class UsageError(ValueError):
+    """A value that an option does not take, whatever model and data are."""
+
+
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Turns what users can mend into one sentence on standard error and an exit status."""
@@ -20,7 +24,7 @@ def one_sentence() -> Iterator[None]:
             yield
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"ropelens: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     except KeyboardInterrupt as error:
         typer.echo(f"ropelens: {str(error) or 'interrupted'}", err=True)
         raise typer.Exit(130) from error
