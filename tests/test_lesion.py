@@ -15,7 +15,7 @@ from ropelens.hosts import host_of
 from ropelens.hosts.load import has_hooked_transformer, hooked_from
 from ropelens.hosts.rows import query_and_key_rows
 from ropelens.hosts.weights import layer_weights
-from ropelens.interventions.lesion import band_sizes
+from ropelens.interventions.lesion import band_sizes, hurt_rows, plan_of
 
 HOSTS = ("transformers", "bridge", "hooked") if has_hooked_transformer() else ("transformers", "bridge")
 LAYOUTS = [
@@ -215,6 +215,27 @@ def test_several_seeds_hurt_the_rows_of_a_batch(family: str, target: str, host: 
             alone = host_of(model).run(ids, None)
         torch.testing.assert_close(together[row], alone[0], rtol=1e-9, atol=1e-9)
     assert (together[0] - together[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("target", ["weights", "keys"])
+def test_each_row_of_a_batch_has_its_own_lesion(target: str):
+    model, ids = make("gpt_neox", "transformers"), tiny.ids(1, 20)
+    host = host_of(model)
+    asked: list[tuple[Any, ...]] = [
+        (1, "slowest:1", 0.9, (4, 7)),
+        (0, "fastest:1", 2.0, (4,)),
+        (1, [0], 0.0, (1,)),
+    ]
+    plans = [plan_of(host, *what, target) for what in asked]
+    with torch.no_grad(), hurt_rows(host, plans):
+        together = host.run(ids.expand(4, -1), None)
+    rows = iter(together)
+    for layer, bands, std, seeds in asked:
+        for seed in seeds:
+            with torch.no_grad(), rl.lesion(model, layer, bands, std=std, seed=seed, target=target):
+                alone = host.run(ids, None)
+            torch.testing.assert_close(next(rows), alone[0], rtol=1e-9, atol=1e-9)
+    assert (together[2] - together[3]).abs().max() > 1e-3
 
 
 def test_fewer_bands_keep_their_noise():

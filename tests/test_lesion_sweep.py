@@ -207,6 +207,22 @@ def test_seeds_one_by_one_are_the_batch(found, model, tmp_path):
             assert together[place] == text
 
 
+@pytest.mark.parametrize("target", ["weights", "both"])
+def test_all_layers_bands_and_seeds_in_a_batch_are_each_alone(model, tmp_path, target):
+    one, many = (
+        rl.lesion_sweep(
+            model,
+            TASKS,
+            out=tmp_path / str(n),
+            **{**QUICK, "layers": [0, 1, (0, 1)], "target": target},
+            batch=n,
+        )
+        for n in (1, 3)
+    )
+    assert texts(one.runs) == texts(many.runs)
+    assert len({tuple(run["ids"]) for run in many.runs}) > 2  # lesions differ
+
+
 def test_a_sweep_is_the_same_on_every_host(found, tmp_path):
     for host in HOSTS[1:]:
         other = rl.lesion_sweep(make(host), TASKS[:1], out=tmp_path / host, **{**QUICK, "layers": [1]})

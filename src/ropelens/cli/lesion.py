@@ -59,6 +59,7 @@ def lesion(
         bool,
         typer.Option("--run-code/--no-run-code", help="Run code that the model writes, with its check."),
     ] = True,
+    batch: Annotated[int, typer.Option(min=1, help="Runs that are made at a time.")] = 16,
     host: Annotated[AnyHost, typer.Option(help="What runs the model.")] = "transformers",
     device: Annotated[str | None, typer.Option(help="As cpu or cuda:1; default: a GPU, if any.")] = None,
     page: Annotated[bool, typer.Option("--page/--no-page", help="Write OUT/page/index.html.")] = True,
@@ -67,9 +68,9 @@ def lesion(
     """Hurt bands of a model's layers, let it talk, and ask it about that.
 
     For each task, layer and group of bands, noise rises step by step until the healthy model finds the text
-    too unlikely, or the text loops. Each run is written to OUT/lesions.jsonl as it ends (read it with
-    ropelens.LesionResults.load); stopped at any time, the same command goes on from there. In the end
-    OUT/page/index.html shows every run.
+    too unlikely, or the text loops; many are made at a time. Each run is written to OUT/lesions.jsonl as it
+    ends (read it with ropelens.LesionResults.load); stopped at any time, the same command goes on from there.
+    In the end OUT/page/index.html shows every run.
 
     \b
     Examples:
@@ -110,6 +111,7 @@ def lesion(
             correct=correct,
             lift=lift,
             run_code=run_code,
+            batch=batch,
         )
         survived = results.survived()
         if as_json:

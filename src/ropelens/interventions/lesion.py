@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from ropelens.hosts import Certificate, Edit, Host, changing_weights, host_of
@@ -146,8 +146,29 @@ def hurt(host: Host, plan: Lesion) -> Iterator[None]:
         with _other_weights(host, plan):
             yield
     else:
-        with _other_outputs(host, plan):
+        with hurt_rows(host, [plan]):
             yield
+
+
+@contextmanager
+def hurt_rows(host: Host, plans: Sequence[Lesion]) -> Iterator[None]:
+    """Does several plans inside the block, each to as many rows of a batch as it has seeds, in turn."""
+    n_rows, start = sum(len(plan.seeds) for plan in plans), 0
+    with ExitStack() as stack:
+        for plan in plans:
+            rows = slice(start, start + len(plan.seeds))
+            start = rows.stop
+            if plan.std == 0:
+                continue
+            if plan.target == "weights":
+                stack.enter_context(_other_outputs(host, plan, rows, n_rows))
+            else:
+                edits = {
+                    name: {layer: _InRows(edit, rows, n_rows) for layer, edit in each.items()}
+                    for name, each in _edits(host, plan).items()
+                }
+                stack.enter_context(host.editing(**edits))
+        yield
 
 
 # Which -----------------------------------------------------------------------------------------------
@@ -217,38 +238,58 @@ def _other_weights(host: Host, plan: Lesion) -> Iterator[None]:
 
 
 @contextmanager
-def _other_outputs(host: Host, plan: Lesion) -> Iterator[None]:
-    """Other weights for each row of a batch: their outputs take the place of the projections' own."""
+def _other_outputs(host: Host, plan: Lesion, rows: slice, n_rows: int) -> Iterator[None]:
+    """Other weights for each of some rows of a batch: their outputs take the place of the own ones."""
     with ExitStack() as stack:
-        for layer, stream, rows, pairs, mask in list(_targets(host, plan)):
-            if rows.linear is None:
+        for layer, stream, its, pairs, mask in list(_targets(host, plan)):
+            if its.linear is None:
                 raise ValueError(
-                    f"expected one seed on a {host.kind}, got {len(plan.seeds)}: its projections are no "
+                    f"expected one seed on a {host.kind}, got {n_rows}: its projections are no "
                     "layers of their own, so that rows of a batch cannot have different ones"
                 )
-            own = rows.weight.double().cpu().contiguous()
+            own = its.weight.double().cpu().contiguous()
             at = _dims(mask, pairs, own.shape[1])
             each = [noisy_rows(own, pairs, mask, plan.std, seed, stream, layer)[at] for seed in plan.seeds]
-            weights = torch.stack(each).to(rows.weight)
-            features = rows.features[at].to(rows.weight.device)
-            handle = rows.linear.register_forward_hook(_replacing(weights, features))
+            weights = torch.stack(each).to(its.weight)
+            features = its.features[at].to(its.weight.device)
+            handle = its.linear.register_forward_hook(_replacing(weights, features, rows, n_rows))
             stack.callback(handle.remove)
         yield
 
 
-def _replacing(weights: Tensor, features: Tensor) -> Any:
+def _replacing(weights: Tensor, features: Tensor, rows: slice, n_rows: int) -> Any:
     def hook(linear: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         x = args[0]
-        if len(x) != len(weights):
-            raise ValueError(
-                f"expected a batch of {len(weights)} rows, one for each seed of the lesion, got {len(x)}"
-            )
-        new = x @ weights.transpose(1, 2)
+        _require_rows(len(x), n_rows)
+        new = x[rows] @ weights.transpose(1, 2)
         if linear.bias is not None:
             new = new + linear.bias[features]
-        return output.index_copy(-1, features, new)
+        if n_rows == len(weights):
+            return output.index_copy(-1, features, new)
+        return torch.cat(
+            [output[: rows.start], output[rows].index_copy(-1, features, new), output[rows.stop :]]
+        )
 
     return hook
+
+
+def _require_rows(found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"expected a batch of {expected} rows, one for each seed of the lesion, got {found}")
+
+
+@dataclass(frozen=True, eq=False)
+class _InRows:
+    """An edit of some rows of a batch, which leaves the others alone."""
+
+    edit: Edit
+    rows: slice
+    n_rows: int
+
+    def __call__(self, x: Tensor, positions: Int64[Tensor, "batch pos"]) -> Tensor:
+        _require_rows(len(x), self.n_rows)
+        new = self.edit(x[self.rows], positions[self.rows])
+        return torch.cat([x[: self.rows.start], new, x[self.rows.stop :]])
 
 
 def _dims(mask: Bool[Tensor, "head band"], pairs: Tensor, d_head: int) -> Bool[Tensor, "head d_head"]:

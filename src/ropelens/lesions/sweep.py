@@ -17,7 +17,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ropelens.hosts import Host, host_of
-from ropelens.interventions.lesion import Target, hurt, plan_of
+from ropelens.interventions.lesion import Target, hurt, hurt_rows, plan_of
 from ropelens.lesions.code import read_code
 from ropelens.lesions.generating import Chat, generate, stop_tokens, token_losses
 from ropelens.lesions.readings import (
@@ -33,7 +33,7 @@ from ropelens.lesions.readings import (
     surprising_share,
     verdict,
 )
-from ropelens.lesions.results import FORMAT, NAME, LesionResults, layers_label, mean, parse, survives
+from ropelens.lesions.results import FORMAT, NAME, LesionResults, mean, parse, survives
 from ropelens.lesions.tasks import Task, default_tasks, unique
 from ropelens.scores import same_model
 
@@ -62,6 +62,7 @@ def lesion_sweep(
     correct: bool = True,
     lift: bool = False,
     run_code: bool = True,
+    batch: int = 16,
     tokenizer: Any = None,
     progress: bool = True,
 ) -> LesionResults:
@@ -82,7 +83,7 @@ def lesion_sweep(
         out: The folder.
         bands: As text, as in `lesion`.
         stds: The doses.
-        seeds: Of the noise, and of drawn tokens. They run as one batch where the host allows it.
+        seeds: Of the noise, and of drawn tokens.
         target: As in `lesion`.
         limit: Nats a token under the healthy model.
         max_repeats: The share of 4-grams that were there before, from which on a text loops.
@@ -94,6 +95,8 @@ def lesion_sweep(
         lift: Whether the lesion is lifted before these turns.
         run_code: Whether code that is written is run with its check, in a restricted subprocess (which
             stops accidents and is no sandbox).
+        batch: How many runs, of any layers, bands and seeds, are made at a time. One at a time on a
+            HookedTransformer whose weights are hurt: its projections are no layers of their own.
         tokenizer: `model.tokenizer` by default.
         progress: Whether to show a bar that counts runs, and the time left.
 
@@ -122,7 +125,11 @@ def lesion_sweep(
         raise ValueError("expected at least one of each of layers, bands, stds and seeds")
     if any(not isinstance(b, str) for b in bands):
         raise ValueError('expected bands as text, as "slowest:12", so that they can be written down')
-    for limit_name, n in (("max_tokens", max_tokens), ("answer_tokens", answer_tokens)):
+    for limit_name, n in (
+        ("max_tokens", max_tokens),
+        ("answer_tokens", answer_tokens),
+        ("batch", batch),
+    ):
         if n < 1:
             raise ValueError(f"expected {limit_name} of at least 1, got {n}")
     if not limit > 0 or not 0 <= temperature < math.inf:
@@ -149,16 +156,25 @@ def lesion_sweep(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     with _Writer(folder / NAME).held(_header(host, settings, asked)) as writer:
-        sweep = _Sweep(host, Chat(tokenizer), stop_tokens(model, tokenizer), settings, writer)
+        alone = target == "weights" and host.kind == "HookedTransformer"
+        sweep = _Sweep(
+            host, Chat(tokenizer), stop_tokens(model, tokenizer), settings, writer, 1 if alone else batch
+        )
         total = len(asked) * (1 + len(groups) * len(bands) * len(stds)) * len(seeds)
         with tqdm(total=total, unit="run", disable=not progress, smoothing=0.05) as bar:
             for task in asked:
                 controls = sweep.control(task, seeds)
                 bar.update(len(seeds))
-                for group in groups:
-                    for band in bands:
-                        sweep.curve(task, controls, group, band, stds, seeds, bar)
+                curves = [(group, band) for group in groups for band in bands]
+                sweep.curves(task, controls, curves, stds, seeds, bar)
     return LesionResults.load(folder)
+
+
+@dataclass(frozen=True)
+class _Dose:
+    layers: tuple[int, ...]
+    bands: str
+    std: float
 
 
 @dataclass
@@ -168,6 +184,7 @@ class _Sweep:
     stop: frozenset[int]
     settings: dict[str, Any]
     writer: _Writer
+    batch: int
 
     def control(self, task: Task, seeds: list[int]) -> dict[int, dict[str, Any]]:
         """Returns the healthy model's run for each seed: one for all, unless tokens are drawn."""
@@ -177,81 +194,79 @@ class _Sweep:
             drawn = []
         todo = [seed for seed in drawn if seed not in found]
         if todo:
-            for run in self._runs(task, {}, (), "", 0.0, todo):
+            for run in self._runs(task, {}, [(_Dose((), "", 0.0), seed) for seed in todo]):
                 self.writer.add(run)
                 found[run["seed"]] = run
         first = next(iter(found.values()))
         return {seed: found.get(seed, first) for seed in seeds}
 
-    def curve(
+    def curves(
         self,
         task: Task,
         controls: dict[int, dict[str, Any]],
-        layers: tuple[int, ...],
-        bands: str,
-        stds: Sequence[float | int],
+        curves: list[tuple[tuple[int, ...], str]],
+        stds: Sequence[float],
         seeds: list[int],
         bar: Any,
     ) -> None:
-        """Raises the dose until the text is no longer that of a working model."""
+        """Raises the dose, of all layers and bands at once, until texts are not those of a working model."""
         own = mean(run["readings"]["repeats"] for run in controls.values())
-        ended = False
+        limits = self.settings["limit"], self.settings["max_repeats"]
         for std in stds:
-            where = f"{task.name}, layer {layers_label(layers)}, {bands}, {std:g}"
-            bar.set_description(where, refresh=False)
+            doses = [_Dose(*curve, std) for curve in curves]
+            asked = [(dose, seed) for dose in doses for seed in seeds]
             known = {
-                run["seed"]: run
+                (_Dose(tuple(run["layers"]), run["bands"], run["std"]), run["seed"]): run
                 for run in self.writer.runs
-                if (run["task"], tuple(run["layers"]), run["bands"], run["std"])
-                == (task.name, layers, bands, std)
+                if run["task"] == task.name
             }
-            todo = [] if ended else [seed for seed in seeds if seed not in known]
-            together = self.settings["target"] != "weights" or self.host.kind != "HookedTransformer"
-            for batch in [todo] if together and todo else [[seed] for seed in todo]:
-                for run in self._runs(task, controls, layers, bands, std, batch):
+            todo = [run for run in asked if run not in known]
+            bar.update(len(asked) - len(todo))
+            for start in range(0, len(todo), self.batch):
+                rows = todo[start : start + self.batch]
+                bar.set_description(f"{task.name}, {std:g}", refresh=False)
+                for row, run in zip(rows, self._runs(task, controls, rows), strict=True):
                     self.writer.add(run)
-                    known[run["seed"]] = run
-            bar.update(len(seeds))
-            if not ended:
-                runs = [known[seed] for seed in seeds]
+                    known[row] = run
+                bar.update(len(rows))
+            left = []
+            for dose in doses:
+                runs = [known[dose, seed] for seed in seeds]
                 repeats = [run["readings"]["repeats"] for run in runs]
-                limits = self.settings["limit"], self.settings["max_repeats"]
-                ended = not survives([run["loss"] for run in runs], repeats, own, *limits)
+                if survives([run["loss"] for run in runs], repeats, own, *limits):
+                    left.append((dose.layers, dose.bands))
+            curves = left
+            bar.total -= (len(doses) - len(left)) * len([other for other in stds if other > std]) * len(seeds)
 
     def _runs(
-        self,
-        task: Task,
-        controls: dict[int, dict[str, Any]],
-        layers: tuple[int, ...],
-        bands: str,
-        std: float | int,
-        seeds: list[int],
+        self, task: Task, controls: dict[int, dict[str, Any]], rows: list[tuple[_Dose, int]]
     ) -> Iterator[dict[str, Any]]:
-        """Yields a run for each seed, all made as one batch."""
+        """Yields a run for each dose and seed, all made as one batch."""
         start, settings = time.perf_counter(), self.settings
+        seeds = [seed for _, seed in rows]
         prompt = self.chat.prompt([{"role": "user", "content": task.prompt}])
         room = self._room(len(prompt))
         if room < 1:
             raise ValueError(
                 f"task {task.name!r}: its prompt of {len(prompt)} tokens leaves no room in the context"
             )
-        with self._hurt(layers, bands, std, seeds):
-            texts = self._generate([prompt] * len(seeds), min(settings["max_tokens"], room), seeds)
+        with self._hurt(rows):
+            texts = self._generate([prompt] * len(rows), min(settings["max_tokens"], room), seeds)
             answers = None if settings["lift"] else self._turns(task, texts, seeds)
         if answers is None:
             answers = self._turns(task, texts, seeds)
-        losses = token_losses(self.host, [prompt] * len(seeds), texts)
-        seconds = round((time.perf_counter() - start) / len(seeds), 2)
-        for row, seed in enumerate(seeds):
+        losses = token_losses(self.host, [prompt] * len(rows), texts)
+        seconds = round((time.perf_counter() - start) / len(rows), 2)
+        for row, (dose, seed) in enumerate(rows):
             text = self.chat.text(texts[row])
             control = controls.get(seed)
             run = {
                 "task": task.name,
                 "kind": task.kind,
-                "layers": list(layers),
-                "bands": bands,
+                "layers": list(dose.layers),
+                "bands": dose.bands,
                 "target": settings["target"],
-                "std": std,
+                "std": dose.std,
                 "seed": seed,
                 "text": text,
                 "loss": _number(mean(losses[row])),
@@ -271,13 +286,17 @@ class _Sweep:
         return generate(self.host, prompts, n_tokens, stop=self.stop, temperature=temperature, seeds=seeds)
 
     @contextmanager
-    def _hurt(
-        self, layers: tuple[int, ...], bands: str, std: float | int, seeds: list[int]
-    ) -> Iterator[None]:
-        if not layers or std == 0:
+    def _hurt(self, rows: list[tuple[_Dose, int]]) -> Iterator[None]:
+        target = self.settings["target"]
+        plans = [
+            plan_of(self.host, dose.layers, dose.bands, dose.std, seed, target)
+            for dose, seed in rows
+            if dose.layers
+        ]
+        if not plans:  # the control
             yield
             return
-        with hurt(self.host, plan_of(self.host, layers, bands, std, seeds, self.settings["target"])):
+        with hurt(self.host, plans[0]) if len(plans) == 1 else hurt_rows(self.host, plans):
             yield
 
     def _room(self, used: int) -> int:
