@@ -21,7 +21,7 @@ COLUMNS = [
     {"hosts"},
     {"data"},
     {"bands", "scores", "plots"},
-    {"ropelens_kernels"},
+    {"ropelens_kernels", "lazy"},
 ]
 # Imports against the direction; each must stay inside a function.
 LAZY = {("bands", "hosts"), ("scores", "hosts"), ("scores", "plots")}

@@ -3,9 +3,10 @@
 The public names load on first use, so that `import ropelens` stays instant.
 """
 
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ropelens.lazy import lazily
 
 if TYPE_CHECKING:
     from ropelens import circuits as circuits
@@ -89,63 +90,50 @@ __all__ = [
     "windows",
 ]
 
-_HOME = {
-    "Ablation": "interventions",
-    "AblationCurve": "interventions",
-    "ActivationAccumulator": "metrics",
-    "Areas": "interventions",
-    "BandAttribution": "scores",
-    "BandMeans": "interventions",
-    "BandScores": "scores",
-    "Bands": "bands",
-    "EntropyAccumulator": "metrics",
-    "LesionResults": "lesions",
-    "ablate": "interventions",
-    "ablation_curve": "interventions",
-    "ablation_losses": "interventions",
-    "activation_hooks": "hooks",
-    "agreement": "interventions",
-    "area_losses": "interventions",
-    "areas": "interventions",
-    "band_activation": "measure",
-    "band_attribution": "measure",
-    "band_effects": "interventions",
-    "band_entropy": "measure",
-    "band_fisher": "measure",
-    "band_means": "interventions",
-    "band_taylor": "measure",
-    "bands_where": "interventions",
-    "collect": "streaming",
-    "derotation_curve": "interventions",
-    "effect_ranks": "interventions",
-    "entropy_hooks": "hooks",
-    "frequencies": "interventions",
-    "inspect": "hosts.inspection",
-    "lesion": "interventions.lesion",
-    "lesion_sweep": "lesions",
-    "load": "hosts.load",
-    "observe": "hooks",
-    "patch_bands": "interventions",
-    "random_scores": "scores",
-    "resample_frequencies": "interventions",
-    "set_frequencies": "interventions",
-    "share_groups": "interventions",
-    "windows": "data",
-}
-
-
-_PACKAGES = {"circuits"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"ropelens.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'ropelens' has no attribute {name!r}")
-    value = getattr(import_module(f"ropelens.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Ablation": "interventions",
+        "AblationCurve": "interventions",
+        "ActivationAccumulator": "metrics",
+        "Areas": "interventions",
+        "BandAttribution": "scores",
+        "BandMeans": "interventions",
+        "BandScores": "scores",
+        "Bands": "bands",
+        "EntropyAccumulator": "metrics",
+        "LesionResults": "lesions",
+        "ablate": "interventions",
+        "ablation_curve": "interventions",
+        "ablation_losses": "interventions",
+        "activation_hooks": "hooks",
+        "agreement": "interventions",
+        "area_losses": "interventions",
+        "areas": "interventions",
+        "band_activation": "measure",
+        "band_attribution": "measure",
+        "band_effects": "interventions",
+        "band_entropy": "measure",
+        "band_fisher": "measure",
+        "band_means": "interventions",
+        "band_taylor": "measure",
+        "bands_where": "interventions",
+        "circuits": "",
+        "collect": "streaming",
+        "derotation_curve": "interventions",
+        "effect_ranks": "interventions",
+        "entropy_hooks": "hooks",
+        "frequencies": "interventions",
+        "inspect": "hosts.inspection",
+        "lesion": "interventions.lesion",
+        "lesion_sweep": "lesions",
+        "load": "hosts.load",
+        "observe": "hooks",
+        "patch_bands": "interventions",
+        "random_scores": "scores",
+        "resample_frequencies": "interventions",
+        "set_frequencies": "interventions",
+        "share_groups": "interventions",
+        "windows": "data",
+    },
+)

@@ -3,8 +3,9 @@
 The names load on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ropelens.lazy import lazily
 
 if TYPE_CHECKING:
     from ropelens.circuits.bands import HeadBands, head_bands
@@ -67,50 +68,41 @@ __all__ = [
     "skip_trigrams",
 ]
 
-_HOME = {
-    "Bigrams": "paths",
-    "HeadBands": "bands",
-    "HeadScores": "heads",
-    "HeadView": "view",
-    "LearningCurve": "training",
-    "LossSurface": "training",
-    "PathImportance": "paths",
-    "PhaseChange": "training",
-    "PositionLosses": "learning",
-    "PositionalKernel": "kernel",
-    "SkipTrigrams": "trigrams",
-    "bigrams": "paths",
-    "copied_tokens": "trigrams",
-    "copying_score": "eigenvalues",
-    "eigenvalue_score": "eigenvalues",
-    "head_bands": "bands",
-    "head_scores": "heads",
-    "head_view": "view",
-    "in_context_learning_score": "learning",
-    "k_composition": "eigenvalues",
-    "learning_curve": "training",
-    "loss_by_position": "learning",
-    "loss_surface": "training",
-    "no_op_report": "view",
-    "ov_eigenvalues": "eigenvalues",
-    "path_importance": "paths",
-    "phase_change": "training",
-    "positional_kernel": "kernel",
-    "prefix_matching": "heads",
-    "qk_eigenvalues": "eigenvalues",
-    "repeated_tokens": "texts",
-    "shuffled_chunks": "texts",
-    "skip_trigrams": "trigrams",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ropelens.circuits' has no attribute {name!r}")
-    value = getattr(import_module(f"ropelens.circuits.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "Bigrams": "paths",
+        "HeadBands": "bands",
+        "HeadScores": "heads",
+        "HeadView": "view",
+        "LearningCurve": "training",
+        "LossSurface": "training",
+        "PathImportance": "paths",
+        "PhaseChange": "training",
+        "PositionLosses": "learning",
+        "PositionalKernel": "kernel",
+        "SkipTrigrams": "trigrams",
+        "bigrams": "paths",
+        "copied_tokens": "trigrams",
+        "copying_score": "eigenvalues",
+        "eigenvalue_score": "eigenvalues",
+        "head_bands": "bands",
+        "head_scores": "heads",
+        "head_view": "view",
+        "in_context_learning_score": "learning",
+        "k_composition": "eigenvalues",
+        "learning_curve": "training",
+        "loss_by_position": "learning",
+        "loss_surface": "training",
+        "no_op_report": "view",
+        "ov_eigenvalues": "eigenvalues",
+        "path_importance": "paths",
+        "phase_change": "training",
+        "positional_kernel": "kernel",
+        "prefix_matching": "heads",
+        "qk_eigenvalues": "eigenvalues",
+        "repeated_tokens": "texts",
+        "shuffled_chunks": "texts",
+        "skip_trigrams": "trigrams",
+    },
+)

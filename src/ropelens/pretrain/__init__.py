@@ -1,7 +1,8 @@
 """Pretraining small Llamas: with their own frequencies, and with others. The names load on first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ropelens.lazy import lazily
 
 if TYPE_CHECKING:
     from ropelens.pretrain.analysis import Analysis, analyse
@@ -25,21 +26,18 @@ __all__ = [
     "train_on",
 ]
 
-_HOME = {
-    "ARMS": "arms",
-    "Analysis": "analysis",
-    "CONFIGS": "configs",
-    "Corpus": "corpus",
-    "PretrainConfig": "configs",
-    "Trained": "training",
-    "analyse": "analysis",
-    "experiment": "rounds",
-    "pretrain": "training",
-    "train_on": "preparation",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ropelens.pretrain' has no attribute {name!r}")
-    return getattr(import_module(f"ropelens.pretrain.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ARMS": "arms",
+        "Analysis": "analysis",
+        "CONFIGS": "configs",
+        "Corpus": "corpus",
+        "PretrainConfig": "configs",
+        "Trained": "training",
+        "analyse": "analysis",
+        "experiment": "rounds",
+        "pretrain": "training",
+        "train_on": "preparation",
+    },
+)
