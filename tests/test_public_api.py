@@ -1,6 +1,7 @@
 """The public names, pinned: adding or removing one is a decision."""
 
 import doctest
+import importlib
 import inspect
 import tomllib
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_the_names_of_circuits_say_what_they_are(name):
         assert doctest.DocTestParser().get_examples(doc) or "```python" in doc, name
     assert f"::: ropelens.circuits.{name}\n" in (ROOT / "docs" / "api.md").read_text()
     assert name in dir(ropelens.circuits)
+
+
+PACKAGES = ("circuits", "interventions", "lesions", "plots", "pretrain", "streaming")
+
+
+@pytest.mark.parametrize("package", [*(f"ropelens.{name}" for name in PACKAGES), "ropelens_kernels"])
+def test_what_a_package_for_users_exports_is_in_the_docs(package):
+    page = (ROOT / "docs" / "api.md").read_text()
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        if callable(getattr(module, name)):
+            homes = (package, "ropelens")
+            assert any(f"::: {home}.{name}\n" in page for home in homes), f"{package}.{name}"
 
 
 def test_an_unknown_name_is_an_attribute_error():

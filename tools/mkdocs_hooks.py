@@ -11,6 +11,7 @@ BUILT = Path(__file__).resolve().parent.parent / "build"
 FETCHED = re.compile(
     r"""<(?:script|img|iframe)[^>]*\ssrc=["']?https?:[^>]*>|<link[^>]*stylesheet[^>]*https?:[^>]*>"""
 )
+TO_PAGE = re.compile(r"""(<a[^>]*\shref="(?!https?:)[^"#]+)\.(?:md|ipynb)(?=["#])""")
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
@@ -24,6 +25,9 @@ def on_files(files: Files, config) -> Files:
     return files
 
 
-def on_post_page(output: str, page, config) -> None:
+def on_post_page(output: str, page, config) -> str:
     if fetched := FETCHED.search(output):
         raise PluginError(f"{page.url} would load something from a network: {fetched[0][:200]}")
+    if page.file.src_uri.endswith(".ipynb"):  # MkDocs makes only the links of Markdown pages links to HTML
+        return TO_PAGE.sub(r"\1.html", output)
+    return output
