@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -325,3 +326,34 @@ def test_the_command_says_what_is_wrong(status: int, arguments: list[str], messa
     found = CliRunner().invoke(app, ["pretrain", *arguments, "--out", str(tmp_path / "out")])
     assert found.exit_code == status
     assert message in found.stderr
+
+
+def test_the_command_prints_json_and_nothing_else(monkeypatch, tmp_path: Path):
+    table = pd.DataFrame(
+        {"difference": [-0.5], "verdict": ["seen"]}, index=pd.Index(["shuffled"], name="arm")
+    )
+
+    def train_on(*args, **options):
+        print("speed and projected time")
+        return SimpleNamespace(loss=2.5, tokens=10, seconds=1.5)
+
+    def experiment(*args, say, **options):
+        say("1/2 original")
+
+    monkeypatch.setattr("ropelens.pretrain.train_on", train_on, raising=False)
+    monkeypatch.setattr("ropelens.pretrain.experiment", experiment, raising=False)
+    monkeypatch.setattr(
+        "ropelens.pretrain.analyse", lambda manifest: SimpleNamespace(table=lambda: table), raising=False
+    )
+    given = ["tiny-1m", "--data", "x.txt", "--out", str(tmp_path), "--json"]
+    done = CliRunner().invoke(app, ["pretrain", "run", *given])
+    assert json.loads(done.stdout) == {
+        "loss": 2.5,
+        "tokens": 10,
+        "seconds": 1.5,
+        "model": str(tmp_path / "model"),
+    }
+    assert "projected time" in done.stderr
+    done = CliRunner().invoke(app, ["pretrain", "experiment", *given])
+    assert json.loads(done.stdout) == [{"arm": "shuffled", "difference": -0.5, "verdict": "seen"}]
+    assert "1/2 original" in done.stderr

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ropelens.cli.sentence import UsageError, one_sentence
+from ropelens.cli.sentence import UsageError, one_sentence, only_json
 from ropelens.cli.values import ARMS, CONFIGS, listed, one_of, some_of
 
 if TYPE_CHECKING:
@@ -74,17 +73,18 @@ def run(
         chosen = _config(config, tokens)
         from ropelens.pretrain import train_on
 
-        trained = train_on(
-            chosen,
-            data,
-            out,
-            seed=seed,
-            tokenizer=tokenizer,
-            text_column=column,
-            held_out=held_out,
-            repeat=repeat,
-            compile=compile,
-        )
+        with only_json(as_json):
+            trained = train_on(
+                chosen,
+                data,
+                out,
+                seed=seed,
+                tokenizer=tokenizer,
+                text_column=column,
+                held_out=held_out,
+                repeat=repeat,
+                compile=compile,
+            )
         if as_json:
             facts = {"loss": trained.loss, "tokens": trained.tokens, "seconds": trained.seconds}
             typer.echo(json.dumps(facts | {"model": str(out / "model")}))
@@ -132,20 +132,21 @@ def experiment(
         from ropelens.pretrain import analyse
         from ropelens.pretrain import experiment as start
 
-        manifest = start(
-            chosen,
-            data,
-            out,
-            arms=wanted,
-            seeds=seeds,
-            tokenizer=tokenizer,
-            text_column=column,
-            held_out=held_out,
-            repeat=repeat,
-            compile=compile,
-            progress=not quiet,
-            say=partial(typer.echo, err=as_json),
-        )
+        with only_json(as_json):
+            manifest = start(
+                chosen,
+                data,
+                out,
+                arms=wanted,
+                seeds=seeds,
+                tokenizer=tokenizer,
+                text_column=column,
+                held_out=held_out,
+                repeat=repeat,
+                compile=compile,
+                progress=not quiet,
+                say=typer.echo,
+            )
         table = analyse(manifest).table()
         if as_json:
             typer.echo(table.reset_index().to_json(orient="records"))

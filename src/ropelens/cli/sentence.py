@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,13 @@ def one_sentence() -> Iterator[None]:
     except KeyboardInterrupt as error:
         typer.echo(f"ropelens: {str(error) or 'interrupted'}", err=True)
         raise typer.Exit(130) from error
+
+
+@contextmanager
+def only_json(as_json: bool) -> Iterator[None]:
+    """With --json, sends what is printed meanwhile to standard error, so that standard output is JSON."""
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        yield
 
 
 def _show(otherwise: Callable[..., None], message: Any, category: type[Warning], *where: Any) -> None:
