@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,9 @@ import ropelens_kernels as kernels
 from ropelens.bands import Bands
 from ropelens.circuits.eigenvalues import Heads
 from ropelens.circuits.patterns import attention_at, attention_without, each_layer, of_heads
-from ropelens.circuits.texts import LENGTHS, repeated_tokens, shuffled_chunks
+from ropelens.circuits.texts import LENGTHS, repeated_tokens, shuffled_chunks, text_facts
 from ropelens.hosts import LayerSpec, host_of
+from ropelens.scores.provenance import tagged
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +38,7 @@ class HeadBands:
         without_by_sequence: The same in each sequence.
         score_by_sequence: The score in each sequence.
         residual: The largest miss of `sum over bands = attention` at any pair.
+        made_from: What it was measured on and how, for `ropelens.plots.provenance`.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class HeadBands:
     without_by_sequence: Float64[Tensor, "layer head band sequence"]
     score_by_sequence: Float64[Tensor, "layer head sequence"]
     residual: float
+    made_from: dict[str, Any] = field(default_factory=dict)
 
     @property
     def heads(self) -> list[tuple[int, int]]:
@@ -82,7 +85,7 @@ class HeadBands:
             for band in range(self.bands.n_bands)
             if self.bands.exists[layer, band]
         ]
-        return pd.DataFrame(rows)
+        return tagged(pd.DataFrame(rows), self.made_from)
 
 
 def head_bands(
@@ -180,6 +183,7 @@ def head_bands(
         without_by_sequence=without,
         score_by_sequence=score,
         residual=residual,
+        made_from=text_facts("HeadBands", host, text.ids, seed),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ropelens.circuits.eigenvalues import copying_score
 from ropelens.circuits.patterns import attention_at, each_layer
-from ropelens.circuits.texts import repeated_tokens, shuffled_chunks
+from ropelens.circuits.texts import repeated_tokens, shuffled_chunks, text_facts
 from ropelens.hosts import Host, host_of
+from ropelens.scores.provenance import tagged
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,10 +27,12 @@ class HeadScores:
     Attributes:
         by_sequence: Per name, the score of each head in each sequence.
         copying: `copying_score`; NaN where it cannot be read from the weights.
+        made_from: What it was measured on and how, for `ropelens.plots.provenance`.
     """
 
     by_sequence: dict[str, Float64[Tensor, "layer head sequence"]]
     copying: Float64[Tensor, "layer head"] | None = None
+    made_from: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Float64[Tensor, "layer head"]:
         """The score of that name, over all sequences."""
@@ -65,7 +68,7 @@ class HeadScores:
         columns |= {name: self[name].flatten().numpy() for name in names}
         if self.copying is not None:
             columns["copying"] = self.copying.flatten().numpy()
-        return pd.DataFrame(columns)
+        return tagged(pd.DataFrame(columns), self.made_from)
 
 
 def head_scores(
@@ -116,7 +119,7 @@ def head_scores(
             weights = copying_score(model)
         except ValueError:  # its weights cannot be read; what it attends to can
             weights = torch.full_like(found["induction"][..., 0], math.nan)
-    return HeadScores(found, weights)
+    return HeadScores(found, weights, text_facts("HeadScores", host, text.ids, seed))
 
 
 def prefix_matching(
@@ -154,7 +157,8 @@ def prefix_matching(
     """
     host = host_of(model)
     text = shuffled_chunks(model, n_sequences=n_sequences, length=length, seed=seed, tokenizer=tokenizer)
-    return HeadScores(attention_to_targets(host, text.ids, text.targets, progress=progress))
+    found = attention_to_targets(host, text.ids, text.targets, progress=progress)
+    return HeadScores(found, made_from=text_facts("HeadScores", host, text.ids, seed))
 
 
 def attention_to_targets(

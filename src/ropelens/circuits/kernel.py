@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from ropelens.circuits.patterns import each_layer
 from ropelens.hosts import Host, LayerSpec, host_of
 from ropelens.hosts.tokens import tokens_of
 from ropelens.hosts.weights import ends, layer_weights, require_qk
+from ropelens.scores.provenance import facts, tagged
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +35,7 @@ class PositionalKernel:
         rest: The part of the dims that no band rotates, the same at every distance.
         measured: The mean of each band's part of the scores over all pairs at that distance, None
             without a text. What it has beyond `values` is content: how queries and keys vary together.
+        made_from: What it was measured on and how, for `ropelens.plots.provenance`.
     """
 
     content: str
@@ -42,6 +44,7 @@ class PositionalKernel:
     values: Float64[Tensor, "layer head distance band"]
     rest: Float64[Tensor, "layer head"]
     measured: Float64[Tensor, "layer head distance band"] | None
+    made_from: dict[str, Any] = field(default_factory=dict)
 
     def to_frame(self, layer: int, head: int) -> pd.DataFrame:
         """Returns one head's kernel: columns distance, band, wavelength, kernel, and measured with a text."""
@@ -59,7 +62,7 @@ class PositionalKernel:
             for band in range(self.bands.n_bands)
             if self.bands.exists[layer, band]
         ]
-        return pd.DataFrame(rows)
+        return tagged(pd.DataFrame(rows), self.made_from)
 
 
 def positional_kernel(
@@ -115,7 +118,8 @@ def positional_kernel(
     if text is None:
         for layer, (q, k) in enumerate(_expected(host)):
             fill(layer, q, k)
-        return PositionalKernel("embeddings", host.bands, offsets, values, rest, None)
+        known = facts("PositionalKernel", host.fingerprint, "", content="embeddings")
+        return PositionalKernel("embeddings", host.bands, offsets, values, rest, None, known)
     tokens = tokens_of(host, text, attention_mask, tokenizer)
     documents = tokens.documents()
     if min(ids.shape[1] for ids in documents) < max(offsets) + 2:
@@ -145,7 +149,8 @@ def positional_kernel(
         assert measured is not None
         own = at[layer].shape[-1]
         measured[layer, : len(q), :, :own] = at[layer].cpu() / pairs[:, None]
-    return PositionalKernel("text", host.bands, offsets, values, rest, measured)
+    known = facts("PositionalKernel", host.fingerprint, tokens.digest, content="text")
+    return PositionalKernel("text", host.bands, offsets, values, rest, measured, known)
 
 
 def turned_back(x: Float64[Tensor, "pos head d_head"], spec: LayerSpec) -> Float64[Tensor, "pos head d_head"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from ropelens.data import Windows
 from ropelens.data import windows as windows_of
 from ropelens.hosts import Host, host_of
+from ropelens.hosts.tokens import Tokens
+from ropelens.scores.provenance import facts, tagged
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,10 +30,12 @@ class PositionLosses:
         values: Column p is the token at position p, counted from 0; column 0, before which there is
             nothing, is NaN.
         documents: Which document each window is from; windows of one document are not independent.
+        made_from: What it was measured on, for `ropelens.plots.provenance`.
     """
 
     values: Float64[Tensor, "window pos"]
     documents: tuple[str, ...]
+    made_from: dict[str, Any] = field(default_factory=dict)
 
     @property
     def mean(self) -> Float64[Tensor, " pos"]:
@@ -48,7 +52,8 @@ class PositionLosses:
         import pandas as pd
 
         positions = range(1, self.values.shape[1])
-        return pd.DataFrame({"position": positions, "loss": self.mean[1:], "stderr": self.stderr[1:]})
+        frame = pd.DataFrame({"position": positions, "loss": self.mean[1:], "stderr": self.stderr[1:]})
+        return tagged(frame, self.made_from)
 
 
 class InContextLearning(NamedTuple):
@@ -100,7 +105,9 @@ def loss_by_position(
             rows = []
     if rows:
         losses.append(losses_of(host, torch.stack(rows)))
-    return PositionLosses(torch.cat(losses), tuple(names))
+    data = Tokens(windows, None).digest if isinstance(windows, Tensor) else windows.fingerprint
+    known = facts("PositionLosses", host.fingerprint, data, windows=sum(map(len, losses)))
+    return PositionLosses(torch.cat(losses), tuple(names), known)
 
 
 def in_context_learning_score(

@@ -10,6 +10,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ropelens.hosts import Host, host_of
+from ropelens.hosts.tokens import Tokens
+from ropelens.scores.provenance import facts
 
 LENGTHS = 4  # matched lengths that are told apart
 
@@ -122,6 +124,12 @@ def shuffled_chunks(
         torch.stack(rows).to(host.device),
         {name: torch.stack(found).to(host.device) for name, found in targets.items()},
     )
+
+
+def text_facts(kind: str, host: Host, ids: Int64[Tensor, "batch pos"], seed: int) -> dict[str, Any]:
+    """Returns the facts of a result that was measured on random tokens."""
+    shape = {"n_sequences": len(ids), "length": ids.shape[1], "seed": seed}
+    return facts(kind, host.fingerprint, Tokens(ids, None).digest, settings=shape)
 
 
 def _order(n: int, generator: torch.Generator) -> Int64[Tensor, " chunk"]:

@@ -29,6 +29,7 @@ from ropelens.data import Windows
 from ropelens.hosts import Host, host_of
 from ropelens.hosts.load import TEACHING, teaching_folder
 from ropelens.measure import band_entropy
+from ropelens.scores.provenance import facts, tagged
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +72,7 @@ class LearningCurve:
 
         early, late, width = (self.settings[name] for name in ("early", "late", "width"))
         near = [self.loss[:, p - width : p + width + 1].mean(1) for p in (early, late)]
-        return pd.DataFrame(
+        frame = pd.DataFrame(
             {
                 "step": self.steps,
                 "loss": self.loss[:, 1:].mean(1),
@@ -85,6 +86,7 @@ class LearningCurve:
                 "second_copy": self.copies[:, 1],
             }
         )
+        return tagged(frame, facts("LearningCurve", {}, "", settings=self.settings))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one safetensors file, losses in float32: whole, or not at all."""

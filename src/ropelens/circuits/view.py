@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from ropelens.circuits.patterns import attention_at, each_layer, of_heads, score
 from ropelens.hosts import Host, host_of
 from ropelens.hosts.tokens import token_strings, tokens_of
 from ropelens.hosts.weights import LayerWeights, ends, layer_weights, watching, watching_attention
+from ropelens.scores.provenance import facts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,6 +103,7 @@ class HeadView:
         effect: What the head adds to the logit of each position's next token, over its mean over the
             vocabulary; NaN at the last position.
         raised, raised_effect: The token whose logit the head raises most there, and by how much.
+        made_from: What it was measured on and how, for `ropelens.plots.provenance`.
     """
 
     layer: int
@@ -111,6 +113,7 @@ class HeadView:
     effect: Float64[Tensor, " query"]
     raised: tuple[str, ...]
     raised_effect: Float64[Tensor, " query"]
+    made_from: dict[str, Any] = field(default_factory=dict)
 
     def to_frame(self) -> pd.DataFrame:
         """Returns one row a token.
@@ -137,7 +140,8 @@ class HeadView:
         """Returns a Plotly figure: where the head attends, and its effect on each next token's logit."""
         from ropelens.plots.circuits import head_on_text
 
-        return head_on_text(self.tokens, self.pattern, self.effect, f"layer {self.layer}, head {self.head}")
+        title = f"layer {self.layer}, head {self.head}"
+        return head_on_text(self.tokens, self.pattern, self.effect, title, source=self.made_from)
 
     def html(self) -> str:
         """Returns the text as HTML, each token shaded by the head's effect on it; tokens are escaped."""
@@ -189,7 +193,8 @@ def head_view(
             f"expected a layer from 0 to {host.n_layers - 1} and a head from 0 to "
             f"{host.certificate.layers[0].n_heads - 1}, got layer {layer}, head {head}"
         )
-    ids = tokens_of(host, text, None, tokenizer).ids
+    tokens = tokens_of(host, text, None, tokenizer)
+    ids = tokens.ids
     if len(ids) != 1 or ids.shape[1] > LONGEST:
         raise ValueError(
             f"expected one text of at most {LONGEST} tokens, got {list(ids.shape)} token ids: cut a piece out"
@@ -228,6 +233,7 @@ def head_view(
         effect=effect.cpu(),
         raised=token_strings(host, raised, tokenizer),
         raised_effect=by.cpu(),
+        made_from=facts("HeadView", host.fingerprint, tokens.digest, layer=layer, head=head),
     )
 
 

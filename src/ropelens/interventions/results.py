@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from ropelens.scores import saving
+from ropelens.scores import provenance, saving
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,13 +58,22 @@ class AblationCurve:
             f"{int(self.counts.sum()):,} tokens)"
         )
 
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What these losses are of, as figures of them say: see `ropelens.plots.provenance`."""
+        known = {k: v for k, v in self.facts.items() if k not in ("model", "data")}
+        text = {"data": self.facts.get("data"), "documents": self.documents}
+        more = {"mode": self.mode, "settings": known}
+        return provenance.facts("AblationCurve", self.facts.get("model", {}), text, **more)
+
     def to_frame(self) -> pd.DataFrame:
         """One row a point: score, scope, fraction, loss (nats a token), stderr (over documents)."""
         import pandas as pd
 
         frame = pd.DataFrame([vars(point) for point in self.points])
         means, errors = self._mean(self.sums.sum(-1))
-        return frame.assign(loss=means.numpy(), stderr=errors.numpy())
+        frame = frame.assign(loss=means.numpy(), stderr=errors.numpy())
+        return provenance.tagged(frame, self.made_from)
 
     def rises(self) -> pd.DataFrame:
         """One row a point with something removed: score, scope, fraction, rise over nothing, stderr."""
@@ -77,7 +86,7 @@ class AblationCurve:
             bare = self.sums[self._row(point.score, point.scope, 0.0)]
             rise, error = self._mean((sums - bare).sum(-1)[None])
             rows.append(vars(point) | {"rise": float(rise), "stderr": float(error)})
-        return pd.DataFrame(rows)
+        return provenance.tagged(pd.DataFrame(rows), self.made_from)
 
     @property
     def baseline(self) -> tuple[float, float]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ropelens.scores.provenance import facts, tagged
+
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
@@ -59,6 +61,12 @@ class LesionResults:
         unfinished = path.with_name(f".{path.name}.partial")
         unfinished.write_bytes(gzip.compress(data, 9, mtime=0) if path.suffix == ".gz" else data)
         os.replace(unfinished, path)
+
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What these runs are of, as figures of them say: see `ropelens.plots.provenance`."""
+        tasks, settings = self.header["tasks"], self.header["settings"]
+        return facts("LesionResults", self.header["model"], tasks, runs=len(self.runs), settings=settings)
 
     @property
     def limit(self) -> float:
@@ -118,7 +126,7 @@ class LesionResults:
                 rows.append(
                     row | {"mean": middle, "low": low, "high": high, "n": len(found), "survived": alive}
                 )
-        return pd.DataFrame(rows)
+        return tagged(pd.DataFrame(rows), self.made_from)
 
     def survived(self) -> pd.DataFrame:
         """The largest std up to which the text survives, at each task, layers and bands.
@@ -140,7 +148,7 @@ class LesionResults:
             reached = float(doses["std"][alive].max()) if alive.any() else 0.0
             row = {"task": task, "layers": layers, "bands": bands, "std": reached}
             rows.append(row | {"highest": float(doses["std"].max()), "open": bool(alive.all())})
-        return pd.DataFrame(rows)
+        return tagged(pd.DataFrame(rows), self.made_from)
 
     def claims(
         self,

@@ -10,6 +10,7 @@ from ropelens.plots.frequencies import (
 )
 from ropelens.plots.lesions import dose_responses, survival_map
 from ropelens.plots.profiles import layer_profiles, shares_by_position
+from ropelens.plots.provenance import provenance
 from ropelens.plots.scores import band_heatmap, band_spectrum
 from ropelens.plots.style import TEMPLATE
 
@@ -26,6 +27,7 @@ __all__ = [
     "layer_profiles",
     "loss_curves",
     "paired_differences",
+    "provenance",
     "shares_by_position",
     "survival_map",
     "tokens_html",

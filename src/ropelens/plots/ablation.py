@@ -9,12 +9,14 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.style import COLOURS, ORANGE, SEQUENTIAL, TEMPLATE
 from ropelens.scores import BandScores
 
 _DASHES = {"model": "solid", "layer": "dash", "head": "dot"}
 
 
+@stamped
 def ablation_curves(frame: Any, top: float | int | None = None) -> go.Figure:
     """Returns the loss against the fraction of bands removed: a colour a score, a dash a scope.
 
@@ -54,6 +56,7 @@ def ablation_curves(frame: Any, top: float | int | None = None) -> go.Figure:
     return figure
 
 
+@stamped
 def importance_scatter(
     a: BandScores, b: BandScores, normalize: str = "head", names: tuple[str, str] | None = None
 ) -> go.Figure:
@@ -69,6 +72,7 @@ def importance_scatter(
     return scatter_of(a.importance(normalize), b.importance(normalize), names)
 
 
+@stamped
 def scatter_of(
     a: Float[Tensor, "layer head band"], b: Float[Tensor, "layer head band"], names: tuple[str, str]
 ) -> go.Figure:

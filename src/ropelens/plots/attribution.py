@@ -5,14 +5,17 @@ from __future__ import annotations
 import html
 
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.scores import colour_range
 from ropelens.plots.style import BLUE, DIVERGING, ORANGE, TEMPLATE, band_axis, tokens_label
 from ropelens.scores import BandAttribution
 
 
+@stamped
 def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Figure:
     """Returns a heatmap of the keys that receive most attention x bands.
 
@@ -72,6 +75,64 @@ def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Fi
             "title": {"text": "key token, position"},
         },
         height=140 + 17 * len(rows),
+    )
+    return figure
+
+
+@stamped
+def attribution_parts(attribution: BandAttribution, n_keys: int = 32) -> go.Figure:
+    """Returns what bands bring to the keys with most attention, and what they take away.
+
+    A bar to the right is the sum of the bands that move attention to the key, one to the left of those
+    that move it away; the mark between is the attention left.
+
+    Args:
+        n_keys: How many keys to show, in the order of the text.
+    """
+    pattern = attribution.pattern
+    keys = pattern.topk(min(n_keys, len(pattern))).indices.sort().values
+    labels = [f"{_one_line(attribution.tokens[k])} {k}" for k in keys.tolist()]
+    entries = torch.cat([attribution.values[keys], attribution.rest[keys, None]], 1)
+    rows = list(range(len(keys)))
+    figure = go.Figure()
+    for part, name, colour in (
+        (entries.clamp(min=0), "bands that bring", ORANGE),
+        (entries.clamp(max=0), "bands that take", BLUE),
+    ):
+        figure.add_bar(
+            x=part.sum(1).numpy().astype("float32"),
+            y=rows,
+            orientation="h",
+            name=name,
+            marker={"color": colour},
+            text=labels,
+            textposition="none",
+            hovertemplate="key %{text}<br>%{x:.4g}<extra>" + name + "</extra>",
+        )
+    figure.add_scatter(
+        x=pattern[keys].numpy().astype("float32"),
+        y=rows,
+        mode="markers",
+        name="attention",
+        marker={"symbol": "line-ns", "size": 11, "line": {"width": 2, "color": "#8c959f"}},
+        text=labels,
+        hovertemplate="key %{text}<br>attention %{x:.4g}<extra></extra>",
+    )
+    figure.update_layout(
+        template=TEMPLATE,
+        barmode="relative",
+        bargap=0.2,
+        height=140 + 17 * len(rows),
+        xaxis={"title": {"text": "attention"}, "zeroline": True},
+        yaxis={
+            "autorange": "reversed",
+            "tickmode": "array",
+            "tickvals": rows,
+            "ticktext": labels,
+            "showgrid": False,
+            "automargin": True,
+        },
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
     )
     return figure
 

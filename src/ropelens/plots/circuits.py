@@ -13,11 +13,13 @@ import plotly.graph_objects as go
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.scores import colour_range
 from ropelens.plots.style import BLUE, DIVERGING, ORANGE, SEQUENTIAL, TEMPLATE, tokens_label
 
 
-def eigenvalue_polar(values: Mapping[str, Complex128[Tensor, " value"]]) -> go.Figure:
+@stamped
+def eigenvalue_polar(values: Mapping[str, Complex128[Tensor, " value"]], source: object = None) -> go.Figure:
     """Returns eigenvalues in the plane, the angle theirs, the radius logarithmic: one colour a head.
 
     Positive eigenvalues, which copy, lie at the right; negative ones at the left. What is smaller than a
@@ -25,6 +27,7 @@ def eigenvalue_polar(values: Mapping[str, Complex128[Tensor, " value"]]) -> go.F
 
     Args:
         values: The eigenvalues of each head, by the name to show.
+        source: The result that the numbers are of, or its facts, for `provenance`.
     """
     figure = go.Figure()
     largest = 0.0
@@ -60,11 +63,15 @@ def eigenvalue_polar(values: Mapping[str, Complex128[Tensor, " value"]]) -> go.F
     return figure
 
 
-def score_histogram(scores: Mapping[str, Float64[Tensor, "layer head"]], n_bins: int = 40) -> go.Figure:
+@stamped
+def score_histogram(
+    scores: Mapping[str, Float64[Tensor, "layer head"]], n_bins: int = 40, source: object = None
+) -> go.Figure:
     """Returns how many heads have which score, one outline a kind of score.
 
     Args:
         scores: A score from -1 to 1 of each head, by the name to show; NaN is left out.
+        source: The result that the numbers are of, or its facts, for `provenance`.
     """
     figure = go.Figure()
     for name, tensor in scores.items():
@@ -89,6 +96,7 @@ def score_histogram(scores: Mapping[str, Float64[Tensor, "layer head"]], n_bins:
     return figure
 
 
+@stamped
 def corner_plot(
     ov: Float64[Tensor, "layer head"],
     qk: Float64[Tensor, "layer head"],
@@ -96,6 +104,7 @@ def corner_plot(
     *,
     named: Sequence[tuple[int, int]] = (),
     colour_label: str = "induction score",
+    source: object = None,
 ) -> go.Figure:
     """Returns each head by its OV and its QK eigenvalue score: induction heads lie in the upper right corner.
 
@@ -104,6 +113,7 @@ def corner_plot(
         qk: QK eigenvalue scores, best through previous-token heads; heads with NaN are left out.
         colour: What shades the points.
         named: The (layer, head) to write beside their points.
+        source: The result that the numbers are of, or its facts, for `provenance`.
     """
     layers, heads = (~(ov.isnan() | qk.isnan())).nonzero().unbind(1)
     order = colour[layers, heads].argsort()  # the strongest last, on top
@@ -143,6 +153,7 @@ def corner_plot(
     return figure
 
 
+@stamped
 def head_bands_bars(frame: pd.DataFrame) -> go.Figure:
     """Returns what each band carries of each head's score, and what ablating it changes, one row a head.
 
@@ -195,6 +206,7 @@ def head_bands_bars(frame: pd.DataFrame) -> go.Figure:
     return figure
 
 
+@stamped
 def kernel_heatmap(frame: pd.DataFrame, value: str = "kernel") -> go.Figure:
     """Returns a head's positional kernel: distance x band, orange above 0.
 
@@ -208,21 +220,21 @@ def kernel_heatmap(frame: pd.DataFrame, value: str = "kernel") -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
             z=table.to_numpy().astype("float32"),
-            x=table.columns,
             y=table.index,
             zmin=-high,
             zmax=high,
             colorscale=DIVERGING,
             customdata=[[names[band]] * table.shape[1] for band in table.index],
+            text=[[str(distance) for distance in table.columns]] * len(table),
             colorbar={"title": {"text": "logit units", "side": "right"}, "thickness": 12, "outlinewidth": 0},
-            hovertemplate="distance %{x}<br>%{customdata} tokens a turn<br>%{z:.3g}<extra></extra>",
+            hovertemplate="distance %{text}<br>%{customdata} tokens a turn<br>%{z:.3g}<extra></extra>",
         )
     )
     shown = list(table.index)[:: max(1, len(table) // 8)]
     figure.update_layout(
         template=TEMPLATE,
         height=380,
-        xaxis={"title": {"text": "distance (tokens)"}},
+        xaxis=_distances(table.columns.tolist()),
         yaxis={
             "title": {"text": "wavelength (tokens)"},
             "autorange": "reversed",
@@ -235,13 +247,98 @@ def kernel_heatmap(frame: pd.DataFrame, value: str = "kernel") -> go.Figure:
     return figure
 
 
+@stamped
+def kernel_lines(frame: pd.DataFrame) -> go.Figure:
+    """Returns a head's positional kernel over all bands: what its score owes to the distance alone.
+
+    Args:
+        frame: Of `PositionalKernel.to_frame`; with "measured", a second line shows the mean score at each
+            distance, content included.
+    """
+    by_distance = frame.groupby("distance")
+    figure = go.Figure()
+    for column, name, colour in (("kernel", "mean query, mean key", BLUE), ("measured", "measured", ORANGE)):
+        if column in frame:
+            total = by_distance[column].sum()
+            figure.add_scatter(
+                x=list(range(len(total))),
+                y=total.to_numpy(),
+                name=name,
+                mode="lines",
+                line={"color": colour, "width": 2},
+                customdata=[str(distance) for distance in total.index],
+                hovertemplate="distance %{customdata}<br>%{y:.3g}<extra>" + name + "</extra>",
+            )
+    figure.update_layout(
+        template=TEMPLATE,
+        height=340,
+        xaxis=_distances(list(by_distance.groups)),
+        yaxis={"title": {"text": "score, all bands (logit units)"}},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    )
+    return figure
+
+
+def _distances(distances: Sequence[int]) -> dict[str, object]:
+    """An axis on which every distance has the same room, however far apart they are."""
+    wanted = [d for d in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if d in distances]
+    if list(distances) == list(range(distances[0], distances[0] + len(distances))):
+        wanted = list(distances[:: max(1, len(distances) // 8)])
+    return {
+        "title": {"text": "distance (tokens)"},
+        "tickmode": "array",
+        "tickvals": [distances.index(d) for d in wanted],
+        "ticktext": [str(d) for d in wanted],
+    }
+
+
+@stamped
+def head_score_map(frame: pd.DataFrame, score: str) -> go.Figure:
+    """Returns a map of layers x heads, shaded by one score.
+
+    Args:
+        frame: Of `HeadScores.to_frame`: columns layer, head, and the scores.
+        score: The column to show.
+    """
+    table = frame.pivot(index="layer", columns="head", values=score)
+    signed = bool((frame[score] < 0).any())
+    high = float(frame[score].abs().max()) or 1.0
+    figure = go.Figure(
+        go.Heatmap(
+            z=table.to_numpy().astype("float32"),
+            x=table.columns,
+            y=table.index,
+            zmin=-high if signed else 0.0,
+            zmax=high,
+            colorscale=DIVERGING if signed else SEQUENTIAL,
+            colorbar={"title": {"text": score.replace("_", " "), "side": "right"}}
+            | {"thickness": 12, "outlinewidth": 0},
+            hovertemplate="layer %{y}, head %{x}<br>%{z:.3f}<extra></extra>",
+            hoverongaps=False,
+        )
+    )
+    figure.update_layout(
+        template=TEMPLATE,
+        xaxis={"title": {"text": "head"}, "dtick": max(1, table.shape[1] // 16)},
+        yaxis={"title": {"text": "layer"}, "showgrid": False, "zeroline": False},
+        height=max(320, 120 + 13 * len(table)),
+    )
+    return figure
+
+
+@stamped
 def head_on_text(
     tokens: Sequence[str],
     pattern: Float64[Tensor, "query key"],
     effect: Float64[Tensor, " query"],
     title: str,
+    source: object = None,
 ) -> go.Figure:
-    """Returns a head's attention pattern, and beside it what it does to the logit of each next token."""
+    """Returns a head's attention pattern, and beside it what it does to the logit of each next token.
+
+    Args:
+        source: The result that the numbers are of, or its facts, for `provenance`.
+    """
     from plotly.subplots import make_subplots
 
     labels = [_label(token) for token in tokens]

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.style import BLUE, COLOURS, ORANGE, TEMPLATE
 
 if TYPE_CHECKING:
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 GREY = "#8c959f"
 
 
+@stamped
 def frequency_ladders(
-    new: Float64[Tensor, "layer band"], original: Float64[Tensor, "layer band"]
+    new: Float64[Tensor, "layer band"], original: Float64[Tensor, "layer band"], source: object = None
 ) -> go.Figure:
     """Returns the frequencies of each layer against those that it had, by wavelength.
 
     A tick is a frequency of the original ladder, a disc one of the new, its area the number of bands
     that have it. Pairs that are not rotated stand at the right edge.
+
+    Args:
+        source: The result that the numbers are of, or its facts, for `provenance`.
     """
     both = torch.stack([new, original])
     slowest = float(2 * math.pi / both[both > 0].min())
@@ -67,6 +72,7 @@ def frequency_ladders(
     return figure
 
 
+@stamped
 def loss_curves(curves: pd.DataFrame, against: str = "original") -> go.Figure:
     """Returns how far each arm's held-out loss lies from the original's, by tokens trained on.
 
@@ -111,10 +117,12 @@ def loss_curves(curves: pd.DataFrame, against: str = "original") -> go.Figure:
     return figure
 
 
+@stamped
 def paired_differences(
     differences: Mapping[str, tuple[float, ...]],
     intervals: Mapping[str, tuple[float, float]],
     effect: float | None = None,
+    source: object = None,
 ) -> go.Figure:
     """Returns the difference of every seed, and each arm's mean with its interval.
 
@@ -122,6 +130,7 @@ def paired_differences(
         differences: By arm, one difference a seed (nats).
         intervals: By arm, the interval of the mean.
         effect: A size to mark on either side of 0.
+        source: The result that the numbers are of, or its facts, for `provenance`.
     """
     figure = go.Figure()
     for arm, values in differences.items():
@@ -156,13 +165,17 @@ def paired_differences(
     return figure
 
 
-def activation_shares(activation: Mapping[str, Float64[Tensor, "layer band"]]) -> go.Figure:
+@stamped
+def activation_shares(
+    activation: Mapping[str, Float64[Tensor, "layer band"]], source: object = None
+) -> go.Figure:
     """Returns each model's activation by band, fast to slow: its share of the layer, mean over layers.
 
     A model that uses all its bands alike is a level line at one over the number of bands.
 
     Args:
         activation: By name, activation summed over heads.
+        source: The result that the numbers are of, or its facts, for `provenance`.
     """
     figure = go.Figure()
     n = 0

@@ -11,6 +11,7 @@ from jaxtyping import Float64, Int64
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.style import BLUE, DIVERGING, ORANGE, SEQUENTIAL, TEMPLATE
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 COLOURS = (BLUE, ORANGE, "#009e73", "#cc79a7", "#e69f00")
 
 
+@stamped
 def position_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Returns the loss at each position, a line a model, with a band of one standard error.
 
@@ -56,6 +58,7 @@ def position_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
     return figure
 
 
+@stamped
 def learning_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Returns what changes over training, a colour a model: loss, in-context learning, heads, copies.
 
@@ -104,6 +107,7 @@ def learning_figure(frames: Mapping[str, pd.DataFrame]) -> go.Figure:
     return figure
 
 
+@stamped
 def surface_figure(
     steps: Int64[Tensor, " step"],
     positions: Float64[Tensor, " bin"],

@@ -9,11 +9,13 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.style import COLOURS, SEQUENTIAL, TEMPLATE
 
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
+@stamped
 def dose_responses(
     frame: pd.DataFrame, limit: float | None = None, label: str = "healthy loss (nats a token)"
 ) -> go.Figure:
@@ -78,6 +80,7 @@ def dose_responses(
     return figure.update_layout(template=TEMPLATE, width=max(700, 380 * len(tasks)), height=460)
 
 
+@stamped
 def survival_map(frame: pd.DataFrame) -> go.Figure:
     """Returns a map of layers x groups of bands: the largest noise that the text survives, a panel a task.
 

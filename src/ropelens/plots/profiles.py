@@ -10,9 +10,12 @@ from jaxtyping import Float64
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from ropelens.plots.style import COLOURS, TEMPLATE, tokens_label
+from ropelens.plots.provenance import stamped
+from ropelens.plots.style import COLOURS, TEMPLATE, metric_label, tokens_label
+from ropelens.scores import BandScores
 
 
+@stamped
 def layer_profiles(profiles: Mapping[str, pd.DataFrame]) -> go.Figure:
     """Returns the centroid and the effective number of bands by layer, one line a metric.
 
@@ -66,8 +69,45 @@ def layer_profiles(profiles: Mapping[str, pd.DataFrame]) -> go.Figure:
     return figure
 
 
+@stamped
+def first_key_by_layer(scores: BandScores) -> go.Figure:
+    """Returns how much of each layer's entropy drop is "first visible key or not", the usual sink.
+
+    Means over the heads of a layer, all bands and the dims that do not rotate, per query.
+
+    Args:
+        scores: Entropy whose first key's part was kept apart, as `collect` does.
+
+    Raises:
+        ValueError: If it was not.
+    """
+    later = scores.without_first()
+    count = scores.count()
+    both = [(s.values.nansum(-1) + s.rest).mean(1) / count for s in (scores, later)]
+    layers = list(range(len(count)))
+    figure = go.Figure()
+    parts = (("first key or not", both[0] - both[1]), ("among the other keys", both[1]))
+    for name, values in parts:
+        hover = "layer %{x}<br>%{y:.3f} nats<extra>" + name + "</extra>"
+        figure.add_bar(x=layers, y=values.tolist(), name=name, hovertemplate=hover)
+    figure.update_layout(
+        template=TEMPLATE,
+        barmode="relative",
+        bargap=0.15,
+        height=340,
+        xaxis={"title": {"text": "layer"}},
+        yaxis={"title": {"text": metric_label(scores.metric, "query")}},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    )
+    return figure
+
+
+@stamped
 def shares_by_position(
-    shares: Float64[Tensor, "span range"], edges: Sequence[int], names: Sequence[str]
+    shares: Float64[Tensor, "span range"],
+    edges: Sequence[int],
+    names: Sequence[str],
+    source: object = None,
 ) -> go.Figure:
     """Returns how the shares of ranges of wavelengths change along the context, one line a range.
 
@@ -75,6 +115,7 @@ def shares_by_position(
         shares: A share for each span of positions and each range; NaN where a span counts nothing.
         edges: The first position of the second span, of the third, and so on.
         names: The ranges.
+        source: The result that the numbers are of, or its facts, for `provenance`.
 
     Raises:
         ValueError: If shapes do not agree.

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ropelens.plots.provenance import stamped
 from ropelens.plots.style import (
     BLUE,
     DIVERGING,
@@ -34,6 +35,7 @@ def colour_range(values: Float64[Tensor, "*any"], share: float = 0.99) -> tuple[
     return (-end if bool((known < 0).any()) else 0.0), end
 
 
+@stamped
 def band_heatmap(
     scores: BandScores, head: int | None = None, per: str = "query", normalize: str | None = None
 ) -> go.Figure:
@@ -88,6 +90,7 @@ def band_heatmap(
     return figure
 
 
+@stamped
 def band_spectrum(scores: BandScores, layer: int, head: int, per: str = "query") -> go.Figure:
     """Returns one head's value for each band as bars, fast to slow.
 

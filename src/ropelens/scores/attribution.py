@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ropelens.scores import saving
+from ropelens.scores import provenance, saving
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,6 +72,13 @@ class BandAttribution:
         )
 
     @property
+    def made_from(self) -> dict[str, Any]:
+        """What this attribution is of, as figures of it say: see `ropelens.plots.provenance`."""
+        place = {name: getattr(self, name) for name in ("layer", "head", "query")}
+        digest = hashlib.sha256("\0".join(self.tokens).encode()).hexdigest()[:32]
+        return provenance.facts("BandAttribution", self.model, digest, **place, settings=self.settings)
+
+    @property
     def pattern(self) -> Float64[Tensor, " key"]:
         """The attention to each key, 0 to 1: the sum of its entries."""
         return self.values.sum(1) + self.rest
@@ -95,7 +103,7 @@ class BandAttribution:
         import pandas as pd
 
         n_keys, n_bands = self.values.shape
-        return pd.DataFrame(
+        frame = pd.DataFrame(
             {
                 "key": np.repeat(np.arange(n_keys), n_bands),
                 "token": np.repeat(np.array(self.tokens, dtype=object), n_bands),
@@ -104,6 +112,7 @@ class BandAttribution:
                 "value": self.values.numpy().ravel(),
             }
         )
+        return provenance.tagged(frame, self.made_from)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything into one safetensors file, whole or not at all."""

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from ropelens.bands import Bands
-from ropelens.scores import saving
+from ropelens.scores import provenance, saving
 from ropelens.scores.saving import same_model
 
 if TYPE_CHECKING:
@@ -105,6 +105,13 @@ class BandScores:
             f"BandScores({self.metric}: {n_layers} layers x {n_heads} heads x {n_bands} bands, "
             f"{self.n_queries:,} queries of {self.n_documents:,} documents)"
         )
+
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What these scores are of, as figures of them say: see `ropelens.plots.provenance`."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        more = {"metric": self.metric, **counts, "settings": self.settings}
+        return provenance.facts("BandScores", self.model, self.data, **more)
 
     @property
     def exists(self) -> Bool[Tensor, "layer head band"]:
@@ -323,7 +330,8 @@ class BandScores:
         layer, head, band = self.exists.nonzero().T
         columns = {"layer": layer, "head": head, "band": band}
         columns |= {"wavelength": self.bands.wavelength[layer, band], "value": self.values[self.exists]}
-        return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
+        frame = pd.DataFrame({name: column.numpy() for name, column in columns.items()})
+        return provenance.tagged(frame, self.made_from)
 
     def profile(self) -> pd.DataFrame:
         """Returns how each head spreads the metric over its bands: one row a layer and head.
@@ -338,7 +346,7 @@ class BandScores:
         """
         from ropelens.scores.profile import profile
 
-        return profile(self)
+        return provenance.tagged(profile(self), self.made_from)
 
     def plot(self, **kwargs: Any) -> Figure:
         """Returns a layer x band heatmap with a head selector; see `ropelens.plots.band_heatmap`."""
