@@ -13,6 +13,7 @@ from ropelens.cli.demo import demo
 from ropelens.cli.inspect import inspect
 from ropelens.cli.lesion import lesion
 from ropelens.cli.pretrain import app as pretrain
+from ropelens.cli.report import report
 
 __all__ = ["app"]
 
@@ -36,6 +37,7 @@ Examples:
                                        the loss without the bands that score lowest
   ropelens lesion --layers 0,15,29 --out runs/lesions
                                        noise in the bands of some layers: what does the model say?
+  ropelens report runs/plays -o site   pages to explore what was measured; or name a model
 
 Each command has its own manual page: ropelens COMMAND --help.
 
@@ -95,3 +97,4 @@ app.command()(merge)
 app.add_typer(pretrain, name="pretrain")
 app.command()(ablate)
 app.command()(lesion)
+app.command()(report)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -140,7 +142,8 @@ def collect(
             checkpoint_every=checkpoint_every,
         )
         if rank == 0:
-            _report(out, scores, as_json)
+            command = shlex.join(["ropelens", *sys.argv[1:]])
+            _report(out, scores, as_json, model_name=model, command=command)
 
 
 def merge(
@@ -169,8 +172,13 @@ def _shard(text: str | None) -> tuple[int, int]:
     return int(part), int(of)
 
 
-def _report(out: Path, scores: dict[str, BandScores], as_json: bool) -> None:
+def _report(out: Path, scores: dict[str, BandScores], as_json: bool, **more: str) -> None:
+    from ropelens.scores import saving
+
     facts = json.loads((out / "run.json").read_text())
+    if more:  # what a report says of the run
+        facts |= more
+        saving.write_bytes(out / "run.json", (json.dumps(facts, indent=1) + "\n").encode())
     if as_json:
         typer.echo(json.dumps(facts))
         return

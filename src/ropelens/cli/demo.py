@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +26,7 @@ HostName = Literal["bridge", "hooked"]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the page and the scores.")] = Path("results/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the pages and the scores.")] = Path("results/demo"),
     tokens: Annotated[int, typer.Option(min=128, help="Length of the text, in tokens.")] = 2048,
     host: Annotated[HostName, typer.Option(help="Which of TransformerLens's models.")] = "bridge",
     layer: Annotated[int | None, typer.Option(help="Layer of the attention to show.")] = None,
@@ -34,24 +35,21 @@ def demo(
     """Measure all heads of SmolLM2-135M on Python's own documentation.
 
     Prints the sharpest heads of each layer with the wavelengths that sharpen them, and writes
-    index.html (open it in any browser; it needs no network) with entropy.safetensors,
-    activation.safetensors and attribution.safetensors beside it.
+    the explorer (index.html opens in any browser; it needs no network) with entropy.safetensors,
+    activation.safetensors, attribution.safetensors and heads.csv beside it.
 
-    The attention shown is that of the token where the longest phrase ends that the text repeats,
-    in the head that looks most at what followed the phrase the first time.
+    Among the attention shown is that of the token where the longest phrase ends that the text
+    repeats, in the head that looks most at what followed the phrase the first time.
     """
     with one_sentence():
         _demo(out, tokens, host, layer, head)
 
 
 def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head: int | None) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)  # now, rather than after minutes of work
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(
-            f"expected --out to be a folder, but {error.filename} is a file or lies below one"
-        ) from error
-    _stage(1, f"loading {MODEL} as a {host_name} model, and checking that its attention can be rebuilt")
+    from ropelens.report.site import check_replaceable
+
+    check_replaceable(out)  # now, rather than after minutes of work
+    _say(f"loading {MODEL} as a {host_name} model, and checking that its attention can be rebuilt")
     import torch
 
     from ropelens.hooks import observe
@@ -60,7 +58,7 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     from ropelens.hosts.tokens import tokens_of
     from ropelens.measure import band_attribution
     from ropelens.plots.scores import check_index
-    from ropelens.report import choose_head, choose_repeat, write_page
+    from ropelens.report import Results, choose_head, choose_repeat, complete, write_report
 
     model = load(MODEL, host=host_name)
     seen_by = host_of(model)
@@ -68,10 +66,10 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
     check_index("layer", layer, seen_by.n_layers)
     n_heads = seen_by.certificate.layers[0].n_heads
     check_index("head", head, n_heads)
-    ids = _documentation(model.tokenizer, n_tokens)
+    ids = documentation(model.tokenizer, n_tokens)
     text = tokens_of(seen_by, torch.tensor([ids]))
 
-    _stage(2, f"entropy and activation of every band, on {n_tokens:,} tokens")
+    _say(f"entropy and activation of every band, on {n_tokens:,} tokens")
     repeat = choose_repeat(ids)
     followed = torch.zeros(seen_by.n_layers, n_heads, dtype=torch.float64)
     looks = seen_by.attached(_attention_hooks(seen_by, repeat.query, repeat.earlier + 1, followed))
@@ -79,20 +77,31 @@ def _demo(out: Path, n_tokens: int, host_name: HostName, layer: int | None, head
         seen_by.run(text.ids, None, logits=False)
     entropy = seen.result("entropy", data=text.digest)
     activation = seen.result("activation", data=text.digest)
-    entropy.save(out / "entropy.safetensors")
-    activation.save(out / "activation.safetensors")
 
     heads = "all heads" if layer is None and head is None else "the heads asked for"
     layer, head = choose_head(followed, layer, head)
-    _stage(3, f"attention of layer {layer}, head {head} at token {repeat.query}, by band")
+    _say(f"attention of layer {layer}, head {head} at token {repeat.query}, by band")
     attribution = band_attribution(model, text.ids, layer=layer, head=head, query=repeat.query)
-    attribution.save(out / "attribution.safetensors")
+    attribution = replace(attribution, settings=attribution.settings | {"why": _why(repeat, heads)})
 
-    _stage(4, "writing the page")
-    provenance = _provenance(entropy, host_name, n_tokens)
-    page = write_page(out, "SmolLM2-135M", entropy, activation, attribution, provenance, _why(repeat, heads))
+    results = Results(
+        name="SmolLM2-135M",
+        scores={"entropy": entropy, "activation": activation},
+        attributions=[attribution],
+        load_as=MODEL,
+    )
+    results = complete(results, model, text.ids, say=_say, progress=True)
+    _say("writing the pages")
+    saved = {"entropy": entropy, "activation": activation, "attribution": attribution}
+    page = write_report(
+        out,
+        results,
+        facts=_provenance(entropy, host_name, n_tokens),
+        command=f"ropelens demo --tokens {n_tokens} --host {host_name}",
+        keep={f"{name}.safetensors": result for name, result in saved.items()} | {"heads.csv": results.heads},
+    )
     _print(sharpest_table(entropy))
-    typer.echo(f"The page is {page}: open it in a browser, it needs no network.")
+    typer.echo(f"The explorer is {page}: open it in a browser, it needs no network.")
     typer.echo(
         f"The scores beside it load with ropelens.BandScores.load({str(out / 'entropy.safetensors')!r})."
     )
@@ -120,7 +129,7 @@ def _why(repeat: Repeat, heads: str) -> str:
     )
 
 
-def _documentation(tokenizer: object, n_tokens: int) -> list[int]:
+def documentation(tokenizer: object, n_tokens: int) -> list[int]:
     """The first tokens of Python's own documentation: its topics, in sorted order."""
     from pydoc_data.topics import topics
 
@@ -142,9 +151,7 @@ def _provenance(entropy: BandScores, host_name: HostName, n_tokens: int) -> dict
         "Weights": f"embedding {entropy.model.get('embedding', 'unknown')}",
         "Text": f"the first {n_tokens:,} tokens of pydoc_data.topics (Python {python}), sorted",
         "Text, digest": entropy.data,
-        "Command": f"ropelens demo --tokens {n_tokens} --host {host_name}",
         "Versions": f"ropelens {version('ropelens')}, {libraries}",
-        "Settings": ", ".join(f"{key} {value}" for key, value in entropy.settings.items()),
     }
 
 
@@ -184,5 +191,5 @@ def _print(table: Table) -> None:
     Console().print(table)
 
 
-def _stage(number: int, doing: str) -> None:
-    typer.echo(f"[{number}/4] {doing}", err=True)
+def _say(doing: str) -> None:
+    typer.echo(doing, err=True)

@@ -1,7 +1,5 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const byId = (id) => document.getElementById(id);
+const data = ropelens.data("lesions");
 const choices = ["task", "layers", "bands", "std", "seed"];
 const text = (id, value) => { byId(id).textContent = value; };
 
@@ -28,7 +26,7 @@ function fill(id, tokens, losses, spans) {
     span.textContent = token;
     span.title = `${i}: ${losses[i]} nats`;
     const alpha = Math.min(losses[i] / 10, 1);
-    if (alpha >= 0.05) span.style.background = "#d9730d" + Math.round(200 * alpha).toString(16).padStart(2, "0");
+    if (alpha >= 0.05) span.style.background = ropelens.theme.above + Math.round(200 * alpha).toString(16).padStart(2, "0");
     if (marked.has(i)) span.className = "differs";
     return span;
   }));
@@ -48,22 +46,24 @@ function turns(run, prefix) {
 function drawCurve(run) {
   const same = (row) => row.task === run.task && row.layers === run.layers && row.bands === run.bands;
   const rows = data.curves.filter(same), x = rows.map((row) => String(row.std));
-  const [ink, line] = dark.matches ? ["#e6edf3", "#6b7682"] : ["#24292f", "#8c959f"];
   const others = data.runs.filter((other) => same(other));
-  const axis = { linecolor: line, tickcolor: line, fixedrange: true, ticks: "outside", zeroline: false };
-  Plotly.react("curve", [
-    { x, y: rows.map((row) => row.mean), name: "mean", mode: "lines+markers", line: { color: "#2f7fc1" },
-      error_y: { type: "data", array: rows.map((r) => (r.high === null ? 0 : r.high - r.mean)),
-        arrayminus: rows.map((r) => (r.low === null ? 0 : r.mean - r.low)), thickness: 1 } },
-    { x: others.map((o) => String(o.std)), y: others.map((o) => o.loss), mode: "markers", name: "runs",
-      marker: { color: "#8c8c8c", size: 5 } },
-    { x: [String(run.std)], y: [run.loss], mode: "markers", name: "this run", marker: { color: "#d9730d", size: 14 } },
-  ], {
-    font: { color: ink }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true, height: 340,
-    margin: { l: 48, r: 8, t: 12, b: 48 }, showlegend: false,
-    xaxis: { ...axis, type: "category", title: { text: "noise" } }, yaxis: { ...axis, rangemode: "tozero" },
-    shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.limit, y1: data.limit, line: { dash: "dot", color: line } }],
-  }, { responsive: true, displayModeBar: false });
+  const [, line] = ropelens.inks();
+  ropelens.draw("curve", {
+    data: [
+      { x, y: rows.map((row) => row.mean), name: "mean", mode: "lines+markers", line: { color: ropelens.theme.below },
+        error_y: { type: "data", array: rows.map((r) => (r.high === null ? 0 : r.high - r.mean)),
+          arrayminus: rows.map((r) => (r.low === null ? 0 : r.mean - r.low)), thickness: 1 } },
+      { x: others.map((o) => String(o.std)), y: others.map((o) => o.loss), mode: "markers", name: "runs",
+        marker: { color: "#8c8c8c", size: 5 } },
+      { x: [String(run.std)], y: [run.loss], mode: "markers", name: "this run", marker: { color: ropelens.theme.above, size: 14 } },
+    ],
+    layout: {
+      height: 340, showlegend: false, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      xaxis: { type: "category", title: { text: "noise" }, ticks: "outside", zeroline: false },
+      yaxis: { rangemode: "tozero", ticks: "outside", zeroline: false },
+      shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.limit, y1: data.limit, line: { dash: "dot", color: line } }],
+    },
+  });
 }
 
 let current;
@@ -88,5 +88,5 @@ function show(from) {
 
 choices.forEach((name, i) => byId(name).addEventListener("change", () => show(i)));
 show(-1);
-dark.addEventListener("change", () => drawCurve(current));
-document.body.dataset.ready = "yes";
+ropelens.onTheme(() => drawCurve(current));
+

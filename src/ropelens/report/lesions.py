@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html
 import math
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from ropelens.lesions.results import LesionResults, layers_label
-from ropelens.report.page import part, script_json
+from ropelens.plots.lesions import survival_map
+from ropelens.report.site import Page, figure_place, part, replacing, section, write_site
 
 SHOWN = (
     ("surprising", "tokens that surprise the healthy model"),
@@ -29,38 +29,55 @@ SHOWN = (
 )
 
 
-def write_lesions(out: Path, results: LesionResults) -> Path:
-    """Writes `index.html` into a folder, and `plotly.min.js` beside it.
+def write_lesions(out: Path, results: LesionResults, command: str = "") -> Path:
+    """Writes the lesion browser alone: `index.html` in a folder, whole or not at all.
 
     Args:
-        out: The folder; it is made if needed.
+        out: The folder: a new one, an empty one, or one that this wrote, which is replaced.
         results: What `lesion_sweep` returned, or `LesionResults.load`.
+        command: The command that made them, written into the figures.
 
     Returns:
         The path of the page.
+
+    Raises:
+        ValueError: If no run has a lesion, or `out` is something else.
+    """
+    page = replace(lesions_page(results), file="index.html")
+    with replacing(out) as folder:
+        write_site(folder, f"Lesions of {_name(results)}", [page], _provenance(results), command=command)
+    return out / page.file
+
+
+def lesions_page(results: LesionResults) -> Page:
+    """Returns the page on which one chooses a run, reads its text, and sees its dose.
 
     Raises:
         ValueError: If no run has a lesion.
     """
     if all(not run["layers"] for run in results.runs):
         raise ValueError("expected runs with a lesion to show, got none")
-    name = str(results.header.get("name") or "the model")
-    page = Template(part("lesions.html")).substitute(
-        name=html.escape(name),
-        css=part("page.css") + part("lesions.css"),
-        js=part("lesions.js"),
-        n_runs=f"{len(results.runs):,}",
-        provenance="\n".join(
-            f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(str(value))}</dd></div>"
-            for key, value in _provenance(results).items()
-        ),
-        data=script_json(_data(results)),
+    survival = section(
+        "survived",
+        "What each layer survives",
+        "The largest noise, in units of a band's own root mean square, after which the text is still that "
+        "of a "
+        "working model. Where it says ≥, no larger one was tried.",
+        figure_place("survival", "Noise survived, by layer and group of bands"),
     )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
-    path = out / "index.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+    return Page(
+        "lesions.html",
+        "Lesions",
+        f"What does {html.escape(_name(results))} say when some of its rotary bands are hurt?",
+        Template(part("lesions.html")).substitute(n_runs=f"{len(results.runs):,}", survival=survival),
+        {"lesions": _data(results)},
+        "lesions.js",
+        {"survival": survival_map(results.survived())},
+    )
+
+
+def _name(results: LesionResults) -> str:
+    return str(results.header.get("name") or "the model")
 
 
 def _data(results: LesionResults) -> dict[str, Any]:

@@ -1,123 +1,127 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
+// What all pages share: data that scripts bring (files cannot be fetched), and figures in the page's colours.
 const byId = (id) => document.getElementById(id);
-const metrics = Object.keys(data.views);
-const config = { responsive: true, displaylogo: false, displayModeBar: false };
-
-function options(select, names, chosen) {
-  names.forEach((name, i) => select.add(new Option(name, i, false, i === chosen)));
-}
 const range = (n) => Array.from({ length: n }, (_, i) => i);
 
-// Figures come as Python made them; the page adds its own colours.
-function themed(id) {
-  const figure = data.figures[id];
-  const [ink, line] = dark.matches ? ["#e6edf3", "#6b7682"] : ["#24292f", "#8c959f"];
-  const layout = { ...figure.layout, title: undefined, autosize: true };
-  layout.font = { ...layout.font, color: ink };
-  layout.margin = { l: 48, r: 8, t: 12, b: 48 };
-  layout.hoverlabel = { bgcolor: dark.matches ? "#2b323a" : "#ffffff", font: { color: ink }, bordercolor: line };
-  for (const axis of Object.keys(layout).filter((key) => /^[xy]axis/.test(key)))
-    layout[axis] = { ...layout[axis], linecolor: line, tickcolor: line, fixedrange: true };
-  const traces = figure.data.map((trace) =>
-    Array.isArray(trace.colorscale) && trace.zmin < 0
-      ? { ...trace, colorscale: data.diverging[dark.matches ? "dark" : "light"] }
-      : { ...trace });
-  return [traces, layout];
-}
+const ropelens = (() => {
+  const store = {}, waiting = {}, figures = {}, redraw = [];
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const config = { responsive: true, displaylogo: false, displayModeBar: false };
 
-function drawHeat() {
-  const view = byId("view").selectedIndex;
-  for (const metric of metrics) {
-    const { z, range: [zmin, zmax] } = data.views[metric][view];
-    const [[trace, ...rest], layout] = themed("heat-" + metric);
-    if (trace.colorbar) trace.colorbar = { ...trace.colorbar, title: undefined };
-    Plotly.react("heat-" + metric, [{ ...trace, z, zmin, zmax }, ...rest], layout, config);
-  }
-}
+  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
 
-function drawSpectrum() {
-  const layer = byId("layer").selectedIndex, head = byId("head-of-layer").selectedIndex;
-  for (const metric of metrics) {
-    const y = data.views[metric][head + 1].z[layer];
-    const [[trace], layout] = themed("spectrum-" + metric);
-    const customdata = data.figures["heat-" + metric].data[0].customdata[layer]; // wavelengths, as text
-    const color = y.map((v) => (metric === "entropy" && v > 0 ? data.colours.above : data.colours.below));
-    if (layout.xaxis.tickvals)
-      layout.xaxis = { ...layout.xaxis, ticktext: layout.xaxis.tickvals.map((band) => customdata[band] ?? "rest") };
-    layout.yaxis = { ...layout.yaxis, title: undefined };
-    Plotly.react("spectrum-" + metric, [{ ...trace, y, customdata, marker: { color } }], layout, config);
-  }
-}
+  const self = {
+    put(name, value) {
+      store[name] = value;
+      waiting[name]?.resolve(value);
+    },
+    data: (name) => store[name],
+    get theme() { return store.theme; },
 
-function drawAttribution() {
-  const [traces, layout] = themed("attribution");
-  const narrow = byId("attribution").clientWidth < 600;
-  traces[0].colorbar = { ...traces[0].colorbar, title: undefined, orientation: "h", y: 1, yanchor: "bottom", len: 0.6, x: 0, xanchor: "left", nticks: 5, tickangle: 0 };
-  layout.margin.t = 56;
-  layout.yaxis.title = undefined;
-  if (narrow) {
-    Object.assign(traces[0].colorbar, { tickvals: [traces[0].zmin, 0, traces[0].zmax], tickformat: ".1g", len: 0.9 });
-    const every = (labels) => labels.filter((_, i) => i % 3 === 0);
-    layout.xaxis = { ...layout.xaxis, tickvals: every(layout.xaxis.tickvals), ticktext: every(layout.xaxis.ticktext) };
-    layout.xaxis2 = { ...layout.xaxis2, title: undefined, showticklabels: false, ticks: "" };
-  }
-  Plotly.react("attribution", traces, layout, config);
-}
+    // A page opened from a file may load scripts, and nothing else.
+    load(name) {
+      if (store[name]) return Promise.resolve(store[name]);
+      if (!waiting[name]) {
+        const script = document.createElement("script");
+        script.src = `data/${name}.js`;
+        waiting[name] = {};
+        waiting[name].promise = new Promise((resolve, reject) => Object.assign(waiting[name], { resolve, reject }));
+        script.onerror = () => waiting[name].reject(new Error(`data/${name}.js is missing`));
+        document.head.append(script);
+      }
+      return waiting[name].promise;
+    },
 
-function shadeTokens() {
-  const { values } = data.groups[byId("group").selectedIndex];
-  const largest = Math.max(...values.map(Math.abs)) || 1;
-  byId("tokens").querySelectorAll("span").forEach((span, position) => {
-    const value = values[position];
-    const alpha = Math.sqrt(Math.abs(value) / largest);
-    span.title = `${position}: ${value}`;
-    const colour = value >= 0 ? data.colours.above : data.colours.below;
-    const hex = Math.round(255 * alpha).toString(16).padStart(2, "0");
-    span.style.background = alpha < 0.03 ? "" : colour + hex;
-  });
-}
+    floats: ({ floats }) => new Float32Array(bytes(floats)),
 
-function showHead(layer, head) {
-  byId("layer").selectedIndex = layer;
-  byId("head-of-layer").selectedIndex = head;
-  drawSpectrum();
-}
+    // Rows of whole steps of one byte, each row with the worth of its step.
+    rows({ scale, steps }) {
+      const worth = new Float32Array(bytes(scale)), all = new Int8Array(bytes(steps));
+      const width = all.length / worth.length;
+      return (row) => Array.from(all.subarray(row * width, (row + 1) * width), (step) => step * worth[row]);
+    },
 
-const heads = range(data.n_heads).map((h) => `head ${h}`);
-options(byId("view"), ["all heads (mean)", ...heads], 0);
-options(byId("layer"), range(data.n_layers), data.layer);
-options(byId("head-of-layer"), range(data.n_heads), data.head);
-options(byId("group"), data.groups.map((group) => group.name), 0);
-byId("view").addEventListener("change", drawHeat);
-byId("layer").addEventListener("change", drawSpectrum);
-byId("head-of-layer").addEventListener("change", drawSpectrum);
-byId("group").addEventListener("change", shadeTokens);
-document.querySelectorAll("button[data-layer]").forEach((button) =>
-  button.addEventListener("click", () => {
-    showHead(Number(button.dataset.layer), Number(button.dataset.head));
-    byId("view").selectedIndex = Number(button.dataset.head) + 1;
-    drawHeat();
-    byId("head").scrollIntoView({ behavior: "smooth" });
-  }));
+    inks: () => (dark.matches ? ["#e6edf3", "#6b7682"] : ["#24292f", "#8c959f"]),
+    narrow: (id) => byId(id).clientWidth < 600,
 
-function draw() {
-  drawHeat();
-  drawSpectrum();
-  drawAttribution();
-}
-draw();
-dark.addEventListener("change", draw);
-for (const metric of metrics)
-  byId("heat-" + metric).on("plotly_click", ({ points: [point] }) => {
-    const view = byId("view").selectedIndex;
-    showHead(point.y, view > 0 ? view - 1 : byId("head-of-layer").selectedIndex);
-  });
+    // Figures come as Python made them; the page adds its own colours and takes titles away.
+    draw(id, figure, change = () => {}) {
+      const [ink, line] = self.inks(), narrow = self.narrow(id);
+      const layout = { ...figure.layout, title: undefined, autosize: true, width: undefined, updatemenus: [] };
+      layout.font = { ...layout.font, color: ink };
+      layout.margin = { l: 48, r: 8, t: layout.legend || layout.annotations ? 40 : 12, b: 48 };
+      layout.hoverlabel = { bgcolor: dark.matches ? "#2b323a" : "#ffffff", font: { color: ink }, bordercolor: line };
+      if (layout.polar) layout.polar = { ...layout.polar, bgcolor: "rgba(0,0,0,0)" };
+      if (narrow && layout.annotations)
+        layout.annotations = layout.annotations.map((a) => ({ ...a, font: { ...a.font, size: 11 } }));
+      for (const axis of Object.keys(layout).filter((key) => /^[xy]axis/.test(key)))
+        layout[axis] = { ...layout[axis], linecolor: line, tickcolor: line, fixedrange: true };
+      for (const axis of Object.keys(layout).filter((key) => /^yaxis/.test(key))) {
+        layout[axis].automargin = true;
+        if (layout[axis].title) layout[axis].title = { ...layout[axis].title, standoff: 8 };
+      }
+      const traces = figure.data.map((trace) => {
+        const own = { ...trace };
+        if (Array.isArray(own.colorscale) && own.zmin < 0)
+          own.colorscale = store.theme.diverging[dark.matches ? "dark" : "light"];
+        for (const part of [own, own.marker ?? {}])
+          if (part.colorbar) part.colorbar = { ...part.colorbar, title: undefined };
+        return own;
+      });
+      change(traces, layout, narrow);
+      Plotly.react(id, traces, layout, config);
+      self.madeFrom(id, figure.layout.meta?.ropelens);
+    },
 
-// The strongest key that is neither the first nor near the query is what one came to see.
-const attention = data.groups[0].values;
-const far = attention.map((value, i) => (i > 0 && i < attention.length - 32 ? value : -1));
-const strongest = byId("tokens").querySelectorAll("span")[far.indexOf(Math.max(...far))];
-if (strongest) byId("tokens").scrollTop = strongest.offsetTop - byId("tokens").offsetTop - 80;
-document.body.dataset.ready = "yes";
+    // Under each figure, on request: what it was made from.
+    madeFrom(id, meta) {
+      const figure = byId(id).closest("figure");
+      if (!meta || !figure || figure.querySelector(".made")) return;
+      const details = document.createElement("details"), summary = document.createElement("summary"), pre = document.createElement("pre");
+      details.className = "made";
+      summary.textContent = "Made from";
+      pre.tabIndex = 0;
+      pre.textContent = JSON.stringify(meta, null, 1);
+      details.append(summary, pre);
+      figure.append(details);
+    },
+
+    options(select, names, chosen = 0) {
+      select.replaceChildren(...names.map((name, i) => new Option(name, i, false, i === chosen)));
+    },
+
+    // "#10.1.57" is layer 10, head 1, query 57.
+    place: () => location.hash.slice(1).split(".").map(Number),
+    goTo(...numbers) { history.replaceState(null, "", `#${numbers.join(".")}`); },
+
+    colour(value, alpha) {
+      return (value >= 0 ? store.theme.above : store.theme.below) + Math.round(255 * alpha).toString(16).padStart(2, "0");
+    },
+    shown: (token) => token.replaceAll("\n", "⏎"),
+    number: (value) => (value === null || Number.isNaN(value) ? "–" : String(+value.toPrecision(3))),
+
+    // The ends of a colour scale: the 99th percentile, symmetric about 0 if anything is negative.
+    ends(values) {
+      const known = Array.from(values).filter((v) => !Number.isNaN(v));
+      const sizes = known.map(Math.abs).sort((a, b) => a - b), at = 0.99 * (sizes.length - 1), low = Math.floor(at);
+      const quantile = sizes.length ? sizes[low] + (at - low) * ((sizes[low + 1] ?? sizes[low]) - sizes[low]) : 0;
+      const end = quantile || sizes.at(-1) || 1;
+      return [known.some((v) => v < 0) ? -end : 0, end];
+    },
+
+    onTheme(change) { redraw.push(change); },
+    ready() { document.body.dataset.ready = "yes"; },
+  };
+  dark.addEventListener("change", () => redraw.forEach((change) => change()));
+  return self;
+})();
+
+// Figures that are shown as they are.
+document.addEventListener("DOMContentLoaded", () => {
+  const name = location.pathname.split("/").pop().replace(".html", "") || "index";
+  const figures = ropelens.data(`${name}-figures`) ?? {};
+  const all = () => Object.entries(figures).forEach(([id, figure]) => ropelens.draw(id, figure));
+  all();
+  ropelens.onTheme(all);
+  if (!document.body.dataset.waits) ropelens.ready();
+});
