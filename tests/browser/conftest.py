@@ -39,19 +39,20 @@ def browser(tmp_path_factory) -> Iterator[WebDriver]:
 
 @pytest.fixture(scope="session")
 def page_path(tmp_path_factory) -> Path:
-    return write_example(tmp_path_factory.mktemp("page"))
+    return write_example(tmp_path_factory.mktemp("page") / "site")
 
 
 @pytest.fixture
 def page(browser: WebDriver, page_path: Path):
-    """Opens the page at a size and colour scheme, and waits until it has drawn itself."""
+    """Opens a page at a size and colour scheme, and waits until it has drawn itself."""
 
-    def open_page(width: int = 1280, scheme: str = "light") -> WebDriver:
+    def open_page(name: str = "index.html", width: int = 1280, scheme: str = "light") -> WebDriver:
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.get(page_path.as_uri())
+        browser.get("about:blank")  # or a new place on the same page would not load it anew
+        browser.get(f"{page_path.parent.as_uri()}/{name}")
         WebDriverWait(browser, 20).until(
             lambda b: b.execute_script("return document.body.dataset.ready") == "yes"
         )

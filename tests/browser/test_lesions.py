@@ -14,7 +14,7 @@ from ropelens.report import write_lesions
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    return write_lesions(tmp_path_factory.mktemp("lesions"), example())
+    return write_lesions(tmp_path_factory.mktemp("lesions") / "page", example())
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ def report(
         str,
         typer.Argument(
             metavar="RUN_OR_MODEL",
-            help="A folder with results of collect, ablate or lesion; or a model: smollm2-135m, a folder that "
-            "transformers reads, a hub id.",
+            help="A folder with results of collect, ablate or lesion; or a model: smollm2-135m, a folder "
+            "that transformers reads, a hub id.",
         ),
     ],
     out: Annotated[

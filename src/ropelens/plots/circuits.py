@@ -281,7 +281,7 @@ def kernel_lines(frame: pd.DataFrame) -> go.Figure:
 
 def _distances(distances: Sequence[int]) -> dict[str, object]:
     """An axis on which every distance has the same room, however far apart they are."""
-    wanted = [d for d in (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if d in distances]
+    wanted = [d for d in (0, 4, 16, 64, 256, 1024, 4096) if d in distances]
     if list(distances) == list(range(distances[0], distances[0] + len(distances))):
         wanted = list(distances[:: max(1, len(distances) // 8)])
     return {
@@ -289,6 +289,7 @@ def _distances(distances: Sequence[int]) -> dict[str, object]:
         "tickmode": "array",
         "tickvals": [distances.index(d) for d in wanted],
         "ticktext": [str(d) for d in wanted],
+        "tickangle": 0,
     }
 
 

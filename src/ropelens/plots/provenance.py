@@ -22,8 +22,8 @@ def stamped(draw: Callable[P, go.Figure]) -> Callable[P, go.Figure]:
     def drawn(*args: P.args, **kwargs: P.kwargs) -> go.Figure:
         figure = draw(*args, **kwargs)
         given = signature(draw).bind(*args, **kwargs).arguments
-        source = given.get("source") or list(given.values())
-        about = {"figure": draw.__name__, "version": version("ropelens"), "made_from": facts_of(source)}
+        made_from = facts_of(given.get("source")) or facts_of(list(given.values()))
+        about = {"figure": draw.__name__, "version": version("ropelens"), "made_from": made_from}
         figure.update_layout(meta={KEY: about})
         return figure
 

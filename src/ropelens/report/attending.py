@@ -60,6 +60,7 @@ def attention_page(results: Results, command: str) -> tuple[Page, dict[str, Any]
         )
     assert looks is not None
     data = {
+        "start": _start(results),
         "entries": entries,
         "texts": texts,
         "figures": {
@@ -76,6 +77,21 @@ def attention_page(results: Results, command: str) -> tuple[Page, dict[str, Any]
         "attention.html", "Attention", "Attention, token by token", body, {"attention": data}, "attention.js"
     )
     return page, files
+
+
+def _start(results: Results) -> dict[str, int]:
+    """The head and the query to begin with: the strongest look at a token that is not near."""
+    grid = results.grid
+    if grid is None:
+        return {"entry": 0, "query": results.attributions[0].query}
+    looks = [
+        (value, place, query)
+        for place, (layer, head) in enumerate(grid.heads)
+        for query, key, value in grid.examples[layer][head]
+        if query - key >= 8
+    ]
+    _, place, query = max(looks, default=(0.0, 0, len(grid.tokens) - 1))
+    return {"entry": place, "query": query}
 
 
 def _entry(layer: int, head: int, wavelength: Tensor, where: dict[str, int]) -> dict[str, Any]:

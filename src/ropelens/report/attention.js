@@ -18,6 +18,7 @@ function modes() {
   const over = (first, last) => ({ value: (row) => sum(row.slice(first, last + 1)) });
   return [
     { name: "attention", says: "", ...over(0, wavelengths.length) },
+    { name: "attention, the first token aside", says: "Many heads rest on the first token; it is left out here.", aside: true, ...over(0, wavelengths.length) },
     { name: "the range that brings most", says: "Each token has the colour of the range of bands that brings it most attention.", dominant: true, ...over(0, wavelengths.length) },
     ...ranges.map((range) => ({ name: `${range.name} bands: ${range.says}`, says: "Orange: these bands move attention to the token; blue: away from it.", ...over(...range.bands) })),
     ...wavelengths.map((w, b) => ({ name: `band ${b}: ${w} tokens a turn`, says: "Orange: this band moves attention to the token; blue: away from it.", ...over(b, b) })),
@@ -54,7 +55,9 @@ const dominant = (row) => {
 
 function shade() {
   const mode = modes()[byId("mode").selectedIndex], tokens = data.texts[entry().text];
-  const shown = values.map(mode.value), largest = Math.max(...shown.map(Math.abs)) || 1;
+  const shown = values.map(mode.value);
+  if (mode.aside) shown[0] = 0;
+  const largest = Math.max(...shown.map(Math.abs)) || 1;
   tokens.forEach((_, at) => {
     const element = tokenAt(at), value = shown[at];
     const known = at <= query;
@@ -150,8 +153,8 @@ function chooseEntry() {
 function fromHash() {
   const [layer, head, at] = ropelens.place();
   const index = data.entries.findIndex((one) => one.layer === layer && one.head === head && !(at < one.first || at > one.last));
-  byId("entry").selectedIndex = Math.max(0, index);
-  query = Number.isInteger(at) ? at : entry().last;
+  byId("entry").selectedIndex = index < 0 ? data.start.entry : index;
+  query = index < 0 ? data.start.query : Number.isInteger(at) ? at : entry().last;
   return chooseEntry();
 }
 

@@ -23,10 +23,10 @@ TEXT = """\
 The keeper of the light at Ardan Point was called Maira Quellen, and she wrote everything down. "Wind \
 north, sea rough," she wrote on Monday. "Wind north, sea rough," she wrote on Tuesday. On Wednesday a boat \
 came in late, its sail torn, and the man who rowed it asked for the keeper of the light.
-"You have found her," said Maira Quellen. "Who sent you to Ardan Point?"
-"Nobody sent me," said the man. "I saw the light, and I counted: one, two, three, dark; one, two, three, \
-dark. So I knew that it was Ardan Point." """
-N_HEADS = 36
+"Who sent you to Ardan Point?" said Maira Quellen. "Nobody sent me," said the man. "I saw the light: \
+one, two, three, dark; one, two, three, dark." She wrote it down.
+"""
+N_HEADS = 32
 N_TOKENS = 128
 N_EXAMPLES = 6
 TOL = 1e-6

@@ -33,8 +33,9 @@ function describe(layer, head) {
   const at = layer * n_heads + head;
   const parts = metrics.map(({ name, order: { heads }, all, n_bands, others }) => {
     const total = range(n_bands).reduce((sum, b) => sum + (all[at * n_bands + b] || 0), 0) + others[at];
-    return `${name} ${ropelens.number(total)}, centre ${ropelens.number(ropelens.floats(heads.centroid)[at])} tokens, ` +
-      `as if over ${ropelens.number(ropelens.floats(heads.effective)[at])} bands`;
+    const bands = +ropelens.floats(heads.effective)[at].toPrecision(2);
+    return `${name} ${ropelens.number(total)}, about a wavelength of ${ropelens.tokens(ropelens.floats(heads.centroid)[at])} tokens, ` +
+      `spread as over ${bands} band${bands === 1 ? "" : "s"}`;
   });
   byId("summary").textContent = `Layer ${layer}, head ${head}: ${parts.slice(0, 2).join("; ")}.`;
   document.title = `Head ${layer}.${head}: ${document.title.replace(/^.*?: /, "")}`;

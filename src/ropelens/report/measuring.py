@@ -48,8 +48,8 @@ def complete(
     found = replace(results, scores=dict(results.scores))
     if not found.models:
         found.models = [("the model", host.fingerprint)]
-    tokens = tokens_of(host, ids)
     if not found.scores:
+        tokens = tokens_of(host, ids)
         say(f"entropy and activation of every band, on {ids.shape[1]:,} tokens")
         with torch.no_grad(), observe(model, ("entropy", "activation"), progress=progress) as seen:
             host.run(tokens.ids, None, logits=False)

@@ -74,7 +74,7 @@ function fillTable() {
     th.scope = "row";
     th.append(link(at));
     const total = row.reduce((sum, v) => sum + (v || 0), 0) + others[at];
-    const cells = [total, centroid[at], effective[at]].map(ropelens.number);
+    const cells = [ropelens.number(total), ropelens.tokens(centroid[at]), effective[at].toFixed(1)];
     cells.push(`${top[at]} (${Math.round(100 * share[at])}%)`);
     tr.append(th, ...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
     return tr;

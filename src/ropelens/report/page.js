@@ -34,11 +34,14 @@ const ropelens = (() => {
 
     floats: ({ floats }) => new Float32Array(bytes(floats)),
 
-    // Rows of whole steps of one byte, each row with the worth of its step.
-    rows({ scale, steps }) {
-      const worth = new Float32Array(bytes(scale)), all = new Int8Array(bytes(steps));
-      const width = all.length / worth.length;
-      return (row) => Array.from(all.subarray(row * width, (row + 1) * width), (step) => step * worth[row]);
+    // Rows of whole steps of one byte, each row with the worth of its step; some rows have a second byte.
+    rows({ scale, steps, fine, more }) {
+      const worth = new Float32Array(bytes(scale)), all = new Int8Array(bytes(steps)), second = new Int8Array(bytes(more));
+      const width = all.length / worth.length, place = new Map(Array.from(new Int32Array(bytes(fine)), (row, i) => [row, i]));
+      return (row) => {
+        const at = place.get(row);
+        return range(width).map((i) => (all[row * width + i] + (at === undefined ? 0 : second[at * width + i] / 126)) * worth[row]);
+      };
     },
 
     inks: () => (dark.matches ? ["#e6edf3", "#6b7682"] : ["#24292f", "#8c959f"]),
@@ -60,6 +63,13 @@ const ropelens = (() => {
         layout[axis].automargin = true;
         if (layout[axis].title) layout[axis].title = { ...layout[axis].title, standoff: 8 };
       }
+      for (const axis of Object.keys(layout).filter((key) => narrow && /^xaxis/.test(key) && layout[key].type === "category"))
+        Object.assign(layout[axis], { tickangle: 0, tickfont: { size: 9 } });
+      if (narrow) {
+        if (layout.legend || figure.data.length > 1) Object.assign(layout.margin, { t: 40 });
+        layout.legend = { ...layout.legend, title: undefined, orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 11 } };
+        self.stack(layout);
+      }
       const traces = figure.data.map((trace) => {
         const own = { ...trace };
         if (Array.isArray(own.colorscale) && own.zmin < 0)
@@ -71,6 +81,22 @@ const ropelens = (() => {
       change(traces, layout, narrow);
       Plotly.react(id, traces, layout, config);
       self.madeFrom(id, figure.layout.meta?.ropelens);
+    },
+
+    // Panels that stand side by side stand one below the other where there is no room.
+    stack(layout) {
+      const [xs, ys] = ["x", "y"].map((letter) => Object.keys(layout).filter((key) => RegExp(`^${letter}axis\\d*$`).test(key)));
+      const whole = ys.every((key) => !layout[key].domain || layout[key].domain[1] - layout[key].domain[0] > 0.99);
+      const n = xs.length;
+      if (n < 2 || n !== ys.length || !whole) return;
+      const height = layout.height ?? 400, titled = (layout.annotations ?? []).length === n;
+      xs.forEach((key, i) => {
+        const top = 1 - i / n - (titled ? 0.06 / n : 0), bottom = 1 - (i + 1) / n + (i === n - 1 ? 0 : 0.3 / n);
+        layout[key] = { ...layout[key], domain: [0, 1], anchor: ys[i].replace("axis", "") };
+        layout[ys[i]] = { ...layout[ys[i]], domain: [bottom, top], anchor: key.replace("axis", ""), showticklabels: true, matches: undefined };
+        if (titled) layout.annotations[i] = { ...layout.annotations[i], x: 0.5, y: top, yanchor: "bottom" };
+      });
+      layout.height = height * (1 + 0.6 * (n - 1));
     },
 
     // Under each figure, on request: what it was made from.
@@ -98,6 +124,11 @@ const ropelens = (() => {
       return (value >= 0 ? store.theme.above : store.theme.below) + Math.round(255 * alpha).toString(16).padStart(2, "0");
     },
     shown: (token) => token.replaceAll("\n", "⏎"),
+    tokens(value) {
+      if (Number.isNaN(value)) return "–";
+      const [size, suffix] = value >= 999.5e3 ? [1e6, "M"] : value >= 999.5 ? [1e3, "k"] : [1, ""];
+      return +(value / size).toPrecision(2) + suffix;
+    },
     number: (value) => (value === null || Number.isNaN(value) ? "–" : String(+value.toPrecision(3))),
 
     // The ends of a colour scale: the 99th percentile, symmetric about 0 if anything is negative.

@@ -190,7 +190,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "
         f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>"
         for first, *rest in rows
     )
-    return f'<div class="scroll"><table>{named}<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    inside = f"{named}<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody>"
+    return f'<div class="scroll"><table>{inside}</table></div>'
 
 
 def head_link(layer: int, head: int, text: str | None = None) -> str:
