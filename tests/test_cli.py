@@ -1,6 +1,7 @@
 """The command line: what it prints, writes and refuses. The model is tiny and random."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ from ropelens.scores import BandAttribution, BandScores
 
 class Letters:
     """A tokenizer with one token a character."""
+
+    all_special_ids = ()
+
+    def __len__(self) -> int:
+        return 128
+
+    def encode(self, text: str) -> list[int]:
+        return self(text)["input_ids"]
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % 128 for letter in text]}
@@ -134,7 +143,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(run, tmp_path, 
     result = run("demo", "--out", tmp_path / "file")
     assert result.exit_code == 1
     assert result.stderr.startswith("ropelens: expected --out to be a folder, but ")
-    assert result.stderr.endswith("file is a file or lies below one\n")
+    assert result.stderr.endswith("file is a file: choose another\n")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +168,52 @@ def test_interruptions_and_missing_models(run, tmp_path, monkeypatch, error, sta
 def test_our_own_mistakes_stay_visible(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("ropelens.hosts.load.load", lambda name, host: 1 / 0)
     assert isinstance(run("demo", "--out", tmp_path).exception, ZeroDivisionError)
+
+
+def test_report_of_a_folder_says_what_is_there_and_what_is_missing(run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    example_scores("entropy").save(folder / "entropy.safetensors")
+    result = run("report", folder, "-o", tmp_path / "site")
+    assert result.exit_code == 0, result.output
+    said = result.stdout.replace("\n", " ")
+    assert "Found entropy on 100 tokens. Not there: activation (ropelens collect" in said
+    assert f"The explorer is {tmp_path / 'site' / 'index.html'}: open it in a browser" in said
+    assert (tmp_path / "site" / "head.html").exists()
+
+
+def test_report_of_a_model_measures_it_and_keeps_what_it_measured(run, tmp_path: Path) -> None:
+    result = run("report", "tiny", "-o", tmp_path / "site", "--tokens", 128, "--name", "Tiny")
+    assert result.exit_code == 0, result.output
+    out = tmp_path / "site"
+    kept = {path.name for path in out.iterdir() if path.suffix in (".safetensors", ".csv")}
+    assert kept == {"entropy.safetensors", "activation.safetensors", "heads.csv"}
+    attention = (out / "data" / "attention.js").read_text()
+    assert "ropelens report tiny --tokens 128 --name Tiny -o" in attention
+    assert "The keeper of the light" in "".join(json.loads(attention[25:-3])["texts"][0])
+    again = run("report", out, "--model", "tiny", "-o", tmp_path / "again")  # what it kept is a run
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        (["{}", "-o", "{}/site"], 1, "ropelens: expected results in {}, found none: make some with ropelens"),
+        (
+            ["{}/no", "--model", "x", "-o", "{}/site"],
+            2,
+            "ropelens: expected a folder of results with --model",
+        ),
+        (["{}", "-o", "{}"], 1, "ropelens: expected --out to be a new folder, an empty one or a report, got"),
+        (["{}", "-o", "{}/notes"], 1, "ropelens: expected --out to be a folder, but {}/notes is a file"),
+    ],
+)
+def test_report_refuses_in_one_sentence(run, tmp_path: Path, args, status: int, message: str) -> None:
+    (tmp_path / "notes").write_text("mine")
+    result = run("report", *(arg.replace("{}", str(tmp_path)) for arg in args))
+    assert result.exit_code == status
+    assert message.replace("{}", str(tmp_path)) in result.stderr
+    assert "Traceback" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 def test_table_names_the_sharpest_heads_of_every_layer() -> None:

@@ -43,7 +43,7 @@ Each command has its own manual page: ropelens COMMAND --help.
 
 \b
 Files:
-  demo                    OUT/index.html for a browser, and the scores that it shows
+  demo, report            OUT/index.html for a browser, and the scores that were measured for it
   collect, merge          OUT/<metric>.safetensors, OUT/run.json (what was run), OUT/checkpoints
   ablate                  OUT/MODE.csv and OUT/MODE.safetensors, and each point by itself
   lesion                  OUT/lesions.jsonl, a line a run; OUT/page/index.html

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ropelens.cli.collect import AnyHost
-from ropelens.cli.sentence import one_sentence
+from ropelens.cli.sentence import UsageError, one_sentence
+from ropelens.cli.values import AnyHost
 
 if TYPE_CHECKING:
     from ropelens.report import Results
@@ -73,7 +73,7 @@ def report(
             if model == "run" and not loads:
                 raise ValueError(f"expected a run that names its model, got {folder}: name it with --model")
         elif model is not None:
-            raise ValueError(f"expected a folder of results with --model, but there is no folder {folder}")
+            raise UsageError(f"expected a folder of results with --model, but there is no folder {folder}")
         else:
             results, loads = Results(), source
         command = _command(source, out, model, text, tokens, host, name)
@@ -88,7 +88,7 @@ def report(
         from ropelens.report.pages import write_report
 
         _say("writing the pages")
-        keep = {}
+        keep: dict[str, Any] = {}
         if not folder.is_dir() or loads == source:
             keep = {f"{metric}.safetensors": scores for metric, scores in results.scores.items()}
         if loads and results.heads is not None:

@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -255,24 +256,26 @@ def kernel_lines(frame: pd.DataFrame) -> go.Figure:
         frame: Of `PositionalKernel.to_frame`; with "measured", a second line shows the mean score at each
             distance, content included.
     """
-    by_distance = frame.groupby("distance")
+    rows: Any = frame
+    by_distance = rows.groupby("distance")
+    distances = [int(distance) for distance in by_distance.groups]
     figure = go.Figure()
     for column, name, colour in (("kernel", "mean query, mean key", BLUE), ("measured", "measured", ORANGE)):
         if column in frame:
             total = by_distance[column].sum()
             figure.add_scatter(
-                x=list(range(len(total))),
+                x=list(range(len(distances))),
                 y=total.to_numpy(),
                 name=name,
                 mode="lines",
                 line={"color": colour, "width": 2},
-                customdata=[str(distance) for distance in total.index],
+                customdata=[str(distance) for distance in distances],
                 hovertemplate="distance %{customdata}<br>%{y:.3g}<extra>" + name + "</extra>",
             )
     figure.update_layout(
         template=TEMPLATE,
         height=340,
-        xaxis=_distances(list(by_distance.groups)),
+        xaxis=_distances(distances),
         yaxis={"title": {"text": "score, all bands (logit units)"}},
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
     )
@@ -302,11 +305,12 @@ def head_score_map(frame: pd.DataFrame, score: str) -> go.Figure:
         score: The column to show.
     """
     table = frame.pivot(index="layer", columns="head", values=score)
-    signed = bool((frame[score] < 0).any())
-    high = float(frame[score].abs().max()) or 1.0
+    values = table.to_numpy()
+    signed = bool((values < 0).any())
+    high = float(np.nanmax(np.abs(values))) or 1.0
     figure = go.Figure(
         go.Heatmap(
-            z=table.to_numpy().astype("float32"),
+            z=values.astype("float32"),
             x=table.columns,
             y=table.index,
             zmin=-high if signed else 0.0,

@@ -101,6 +101,9 @@ def attention_grid(
         ValueError: If there is no such head, the text is not usable, or attention cannot be rebuilt.
     """
     host = host_of(model)
+    tokenizer = tokenizer or getattr(host.model, "tokenizer", None)
+    if isinstance(text, str) and tokenizer is not None:  # cut before it is held against the model's context
+        text = torch.tensor([tokenizer.encode(text)[:N_TOKENS]])
     tokens = tokens_of(host, text, None, tokenizer)
     ids = tokens.ids[:1, :N_TOKENS]
     specs = host.certificate.layers

@@ -224,11 +224,11 @@ def _check_tables(results: Results) -> None:
     for frame in (results.heads, results.head_bands):
         if frame is None or not n_layers:
             continue
-        if frame["layer"].max() >= n_layers or frame["head"].max() >= n_heads:
+        layer, head = (max(frame[name].tolist()) for name in ("layer", "head"))
+        if layer >= n_layers or head >= n_heads:
             raise ValueError(
-                f"expected results of one model, but a table has layer {frame['layer'].max()}, head "
-                f"{frame['head'].max()}, and the scores {n_layers} layers of {n_heads} heads: "
-                "put them into folders of their own"
+                f"expected results of one model, but a table has layer {layer}, head {head}, and the scores "
+                f"{n_layers} layers of {n_heads} heads: put them into folders of their own"
             )
 
 

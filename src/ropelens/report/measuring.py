@@ -69,6 +69,8 @@ def complete(
             first = next(iter(found.scores.values()))
         heads = choose_heads(first, found.heads)
         say(f"the attention of {len(heads)} heads by band, every query of a short text")
+        if isinstance(text, str) and getattr(model, "tokenizer", None) is None:
+            text = ids  # there is nothing to read words with
         found.grid = attention_grid(model, text, heads=heads, progress=progress)
     return found
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
+from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 import torch
 
@@ -127,13 +127,14 @@ def _curve_section(i: int, name: str, curve: AblationCurve) -> str:
     loss, error = curve.baseline
     ranked = any(point.scope != "mask" for point in curve.points)
     which = "The bands that score lowest" if ranked else "Bands"
+    rises: Any = curve.rises()
     rows = [
         [
             html.escape(f"{row.score}, {row.scope}"),
             f"{row.fraction:.0%}",
             f"{row.rise:+.3f} ± {row.stderr:.3f}",
         ]
-        for row in curve.rises().itertuples()
+        for row in rises.itertuples()
     ]
     numbers = table(["bands chosen by", "removed", "rise (nats a token)"], rows)
     return section(
@@ -157,11 +158,11 @@ def _circuits(results: Results) -> Parts:
     return sections, figures
 
 
-def _kinds(heads: pd.DataFrame | None) -> Parts:
+def _kinds(heads: Any) -> Parts:
     if heads is None:
         return [], {}
     wanted = ("induction", "previous_token", "duplicate_token", "first_key", "copying")
-    names = [name for name in wanted if name in heads and not heads[name].isna().all()]
+    names = [name for name in wanted if name in heads and not all(value != value for value in heads[name])]
     figures = {f"heads-{name}": head_score_map(heads, name) for name in names}
     places = "".join(figure_place(f"heads-{n}", n.replace("_", " ").capitalize()) for n in names)
     sections = [
@@ -190,7 +191,7 @@ def _kinds(heads: pd.DataFrame | None) -> Parts:
     return [*sections, _strongest(heads, names)], figures
 
 
-def _bands(bands: pd.DataFrame | None) -> Parts:
+def _bands(bands: Any) -> Parts:
     if bands is None:
         return [], {}
     sections, figures = [], {}
@@ -213,7 +214,7 @@ def _bands(bands: pd.DataFrame | None) -> Parts:
     return sections, figures
 
 
-def _strongest(heads: pd.DataFrame, names: list[str]) -> str:
+def _strongest(heads: Any, names: list[str]) -> str:
     columns = [heads.nlargest(SHOWN, name)[["layer", "head", name]].to_numpy().tolist() for name in names]
     rows = [
         [str(rank + 1)]
@@ -226,7 +227,7 @@ def _strongest(heads: pd.DataFrame, names: list[str]) -> str:
     )
 
 
-def _corner(heads: pd.DataFrame) -> go.Figure:
+def _corner(heads: Any) -> go.Figure:
     rows = heads.sort_values(["layer", "head"])
     shape = int(rows["layer"].max()) + 1, int(rows["head"].max()) + 1
     ov, qk, induction = (

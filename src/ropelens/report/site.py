@@ -140,6 +140,8 @@ def check_replaceable(out: Path) -> None:
     """Raises a ValueError if something lies at `out` that is not a report: it must not be lost."""
     if out.is_dir() and ((out / MARK).is_file() or not any(out.iterdir())):
         return
+    if out.is_file():
+        raise ValueError(f"expected --out to be a folder, but {out} is a file: choose another")
     if out.is_symlink() or out.exists():
         raise ValueError(
             f"expected --out to be a new folder, an empty one or a report, got {out}, which is none of "
