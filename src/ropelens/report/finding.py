@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,7 +119,7 @@ class Results:
         return {name: command for name, (absent, command) in lacking.items() if absent}
 
 
-def find_results(folder: Path) -> Results:
+def find_results(folder: str | os.PathLike[str]) -> Results:
     """Returns the results of one model that lie in a folder and the folders in it.
 
     Files are known by what they hold: what `BandScores`, `BandAttribution`, `AblationCurve` and
@@ -128,6 +129,7 @@ def find_results(folder: Path) -> Results:
     Raises:
         ValueError: If there are none, or they are of different models.
     """
+    folder = Path(folder)
     results = Results()
     found: list[tuple[Path, BandScores]] = []
     for path in _files(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -47,7 +48,7 @@ KINDS = {
 
 
 def write_report(
-    out: Path,
+    out: str | os.PathLike[str],
     results: Results,
     *,
     facts: Mapping[str, str] | None = None,
@@ -70,6 +71,7 @@ def write_report(
         ValueError: If `out` is something else than a report, or there is nothing to show.
         OSError: If it cannot be written.
     """
+    out = Path(out)
     if not results.found():
         raise ValueError("expected results to show, got none: measure some, or name a folder that has some")
     pages: list[Page] = [_overview(results, command)]
