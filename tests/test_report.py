@@ -29,6 +29,7 @@ from report_example import (
     write_example,
 )
 from ropelens.bands import Bands
+from ropelens.circuits import PositionalKernel
 from ropelens.plots import provenance
 from ropelens.report import (
     Repeat,
@@ -42,6 +43,9 @@ from ropelens.report import (
     lowest_heads,
     write_report,
 )
+from ropelens.report.attention import N_HEADS as ATTENTION_HEADS
+from ropelens.report.attention import N_TOKENS
+from ropelens.report.measuring import kernel_distances
 from ropelens.report.packing import packed
 from ropelens.report.site import MARK, replacing
 from ropelens.scores import BandScores
@@ -165,6 +169,41 @@ def test_every_figure_can_say_what_it_was_made_from(site: Path) -> None:
 def test_figures_are_small(site: Path) -> None:
     for path in (site / "data").glob("*.js"):
         assert path.stat().st_size < 0.5 * MB, path.name
+
+
+def test_a_report_of_smollm2s_size_has_at_most_25_mb_and_half_a_mb_a_file(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).double()  # random numbers do not compress
+
+    n_layers, n_heads, n_bands, n = 30, 9, 32, N_TOKENS
+    scores = replace(entropy_of(drawn(n_layers, n_heads, n_bands)), n_tokens=2048)
+    # twice as many keys with large bands, which take a second byte, as the real model has
+    rows = 0.05 * drawn(n * (n + 1) // 2, n_bands + 1) * (drawn(n * (n + 1) // 2, 1) > 1)
+    row = packed(rows)
+    assert 0.13 < len(row.fine) / len(row.scale) < 0.17
+    heads = [(layer, 0) for layer in range(n_layers)] + [(0, 1), (0, 2)]
+    assert len(heads) == ATTENTION_HEADS >= 30
+    grid = replace(
+        example_grid(),
+        tokens=("word",) * n,
+        heads=tuple(heads),
+        bands=scores.bands,
+        packed=dict.fromkeys(heads, row),
+        examples=[[[(99, 33, 0.5)] * 6] * n_heads] * n_layers,
+    )
+    distances = tuple(kernel_distances(1024))
+    kernel = drawn(n_layers, n_heads, len(distances), n_bands)
+    kernels = PositionalKernel("text", scores.bands, distances, kernel, kernel[..., 0, 0], -kernel)
+    metrics = ("entropy", "activation", "norm_product", "fisher")
+    results = Results(
+        scores={metric: replace(scores, metric=metric) for metric in metrics}, grid=grid, kernel=kernels
+    )
+    write_report(tmp_path / "site", results)
+    files = {path: path.stat().st_size for path in (tmp_path / "site").rglob("*") if path.is_file()}
+    assert sum(files.values()) <= 25 * MB
+    assert all(size <= 0.5 * MB for path, size in files.items() if path.name != "plotly.min.js")
 
 
 def test_a_page_of_a_model_that_lacks_bands_in_a_layer(tmp_path: Path) -> None:
