@@ -24,6 +24,8 @@ GRADIENTS = ("fisher", "taylor")
 SEEDS = range(3)
 THIRDS = {"early": range(10), "middle": range(10, 20), "late": range(20, 30)}
 CUTS = (64, 1024, 16384)
+SINGLE = ((1, 2), (11, 1), (16, 0), (17, 3), (18, 6))  # three previous-token heads, two of induction
+N_AREAS = 4
 
 
 def main() -> None:
@@ -69,6 +71,15 @@ def main() -> None:
     for mode in ("zero", "derotate"):
         masks = thirds(model, "slowest:50%")
         keep(f"slow-{mode}", rl.ablation_losses(model, masks, texts, points, mode=mode))
+
+    fewer = torch.stack([window.ids for window in texts])[::2, :256]
+    found = rl.areas(scores["activation"], N_AREAS)
+    found.to_frame().to_csv(args.data / "areas.csv", index=False)
+    keep("areas", rl.area_losses(model, found, fewer, points))
+    effects = rl.band_effects(model, fewer, SINGLE, points)
+    effects.to_csv(args.data / "effects.csv", index=False, float_format="%.6g")
+    ranks = rl.effect_ranks(effects, {name: scores[name] for name in (*SCORED, *GRADIENTS)})
+    ranks.to_csv(args.data / "ranks.csv", index=False, float_format="%.6g")
 
 
 def evaluated(corpora: Path) -> Iterator[str]:

@@ -27,7 +27,8 @@ def few(found: rl.AblationCurve) -> bool:
 
 def tables() -> dict[str, str]:
     made = {"thirds": thirds(), "losses": losses(), "areas": areas(), "paired": paired(), "heads": heads()}
-    return made | {"agreement": agreement(), "cuts": cuts(), "text": text()}
+    made |= {"agreement": agreement(), "cuts": cuts(), "text": text()}
+    return made | {"groups": groups(), "ranks": ranks()}
 
 
 def text() -> str:
@@ -137,6 +138,47 @@ def cuts() -> str:
         [row.score, f"{row.fraction:.0%}", f"{row.rise:.3f} ± {row.stderr:.3f}"] for row in frame.itertuples()
     ]
     return table(["bands without rotation", "share", "rise (nats a token)"], rows)
+
+
+def groups() -> str:
+    """The loss without the heads of one area, beside as many at random."""
+    found = curve("areas")
+    if found is None:
+        return MISSING
+    sizes = pd.read_csv(DATA / "areas.csv")["area"].value_counts()
+    rises = found.rises().set_index("score")
+    rows = []
+    for area in sorted(sizes.index):
+        name = f"area {area}"
+        drawn = [other for other in rises.index if other.startswith(f"{name}, random")]
+        row = found.paired(name, drawn).iloc[-1]
+        rows.append(
+            [
+                str(area),
+                sizes[area],
+                f"{rises['rise'][name]:.2f} ± {rises['stderr'][name]:.2f}",
+                f"{rises['rise'][drawn].mean():.2f}",
+                f"{row['difference']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})",
+            ]
+        )
+    return table(
+        ["area", "heads", "rise without it", "without as many at random", "difference, 95% interval"], rows
+    )
+
+
+def ranks() -> str:
+    """Spearman's correlation of each score with what single bands' removal does, by head."""
+    path = DATA / "ranks.csv"
+    if not path.exists():
+        return MISSING
+    frame = pd.read_csv(path)
+    names = list(frame["score"].unique())
+    wide = frame.pivot(index=["layer", "head"], columns="score", values="spearman")
+    rows = [
+        [f"{layer}.{head}", *(f"{row[name]:+.2f}" for name in names)]
+        for (layer, head), row in wide.iterrows()
+    ]
+    return table(["head", *names], rows)
 
 
 def figures() -> dict[str, Figure]:
