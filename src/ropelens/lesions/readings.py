@@ -63,14 +63,16 @@ _NO = (
     r"\b(?:make|made|making)\b[^.!?\n]{0,20}\bsense\b",
     r"\b(?:makes?|made|making) (?:no|little|absolutely no) sense\b",
     r"\b(?:nonsens\w*|incoherent|gibberish|unintelligible|meaningless|illogical)\b",
-    r"\bnot (?:coherent|correct|clear|right|understandable|logical)\b",
+    r"\bnot (?:entirely |quite |fully |completely |very )?"
+    r"(?:accurate|coherent|correct|clear|right|understandable|logical)\b",
+    r"\b(?:output|text|answer|response|code|it|this|that) (?:is|was) (?:incorrect|inaccurate|wrong|unclear)\b",
     r"\bi (?:made|have made) (?:a |several |some |many )?(?:mistakes?|errors?)\b",
 )
 _YES = (
     r"\b(?:it|this|that|output|text|story|answer|response|code|which) "
     r"(?:does |did |all |certainly |clearly )?(?:make|makes|made) (?:perfect |complete |good )?sense\b",
-    r"\bmakes? sense to me\b",
-    r"\bis (?:coherent|correct|clear|right|understandable|logical)\b",
+    r"\b(?:makes?|made) sense to me\b",
+    r"\bis (?:accurate|coherent|correct|clear|right|understandable|logical)\b",
 )
 
 
