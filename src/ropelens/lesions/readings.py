@@ -65,7 +65,8 @@ _NO = (
     r"\b(?:nonsens\w*|incoherent|gibberish|unintelligible|meaningless|illogical)\b",
     r"\bnot (?:entirely |quite |fully |completely |very )?"
     r"(?:accurate|coherent|correct|clear|right|understandable|logical)\b",
-    r"\b(?:output|text|answer|response|code|it|this|that) (?:is|was) (?:incorrect|inaccurate|wrong|unclear)\b",
+    r"\b(?:output|text|answer|response|code|it|this|that) (?:is|was) "
+    r"(?:incorrect|inaccurate|wrong|unclear)\b",
     r"\bi (?:made|have made) (?:a |several |some |many )?(?:mistakes?|errors?)\b",
 )
 _YES = (
