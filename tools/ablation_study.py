@@ -24,7 +24,7 @@ GRADIENTS = ("fisher", "taylor")
 SEEDS = range(3)
 THIRDS = {"early": range(10), "middle": range(10, 20), "late": range(20, 30)}
 CUTS = (64, 1024, 16384)
-SINGLE = ((1, 2), (11, 1), (16, 0), (17, 3), (18, 6))  # three previous-token heads, two of induction
+SINGLE = ((11, 1), (16, 0), (18, 6))  # two previous-token heads, one of induction
 N_AREAS = 4
 
 
@@ -72,7 +72,7 @@ def main() -> None:
         masks = thirds(model, "slowest:50%")
         keep(f"slow-{mode}", rl.ablation_losses(model, masks, texts, points, mode=mode))
 
-    fewer = torch.stack([window.ids for window in texts])[::2, :256]
+    fewer = torch.stack([window.ids for window in texts])[::4, :128]
     found = rl.areas(scores["activation"], N_AREAS)
     found.to_frame().to_csv(args.data / "areas.csv", index=False)
     keep("areas", rl.area_losses(model, found, fewer, points))
