@@ -34,7 +34,8 @@ def complete(
     Args:
         results: Of the same model; they may be empty.
         model: A HookedTransformer, a TransformerBridge or a transformers model.
-        ids: One row of token ids, for entropy and activation where there are none, and for the kernels.
+        ids: One row of token ids, for entropy and activation where there are none; its first 1,024 for
+            the kernels.
         text: The short text of the attention page.
         say: Takes a line before each measurement.
         progress: Whether to show bars.
@@ -61,8 +62,8 @@ def complete(
         found.heads = scores.to_frame()
     if found.kernel is None:
         say("what every head owes to distance alone")
-        distances = kernel_distances(min(FARTHEST, ids.shape[1] // 2))
-        found.kernel = positional_kernel(model, ids, distances=distances)
+        short = ids[:, :FARTHEST]  # enough pairs at every distance
+        found.kernel = positional_kernel(model, short, distances=kernel_distances(short.shape[1] // 2))
     if found.grid is None:
         first = next((s for s in found.scores.values() if s.metric == "entropy"), None)
         if first is None:
