@@ -69,8 +69,8 @@ def attention_page(results: Results, command: str) -> tuple[Page, dict[str, Any]
         },
     }
     note = (
-        "<p><small>Numbers are kept in steps of 1/126 of each key's largest band, or finer: no band, and no sum of "
-        f"neighbouring bands, is off by more than {off:.1e} of attention.</small></p>"
+        "<p><small>Numbers are kept in steps of 1/126 of each key's largest band, or finer: no band, and no "
+        f"sum of neighbouring bands, is off by more than {off:.1e} of attention.</small></p>"
     )
     body = Template(part("attention.html")).substitute(note=note)
     page = Page(
