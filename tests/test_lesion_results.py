@@ -89,11 +89,18 @@ def test_consistent_names_are_compared_by_seed():
 def test_figures_show_every_curve_and_cell():
     found = example()
     figure = dose_responses(found.dose_response(), limit=found.limit)
-    assert [trace.name for trace in figure.data] == [
-        f"layer {layer}, {bands}" for layer, bands in (("0", SLOW), ("1", SLOW), ("8", SLOW), ("8", FAST))
+    assert [(t.name, t.yaxis, t.showlegend) for t in figure.data] == [
+        ("layer 0", "y", True),
+        ("layer 1", "y", True),
+        ("layer 8", "y", True),
+        ("layer 8", "y2", False),
     ]
     assert list(figure.data[1].y) == pytest.approx([2, 3])
-    assert [shape.y0 for shape in figure.layout.shapes] == [1, 4]
+    assert [list(trace.marker.symbol) for trace in figure.data[2:]] == [["circle", "x"], ["circle", "circle"]]
+    assert [shape.y0 for shape in figure.layout.shapes] == [1, 4, 1, 4]
+    mute = found.dose_response().assign(mean=float("nan"), survived=False)
+    mute.loc[mute["std"] == 0, "mean"] = 1.0
+    assert list(dose_responses(mute, limit=4.0).data[0].y) == [4, 4]  # no text is left
     cells = survival_map(found.survived()).data[0]
     assert list(cells.y) == ["layer 0", "layer 1", "layer 8"]
     assert [list(row) for row in cells.text] == [["≥ 2", ""], ["≥ 2", ""], ["1", "≥ 2"]]

@@ -19,9 +19,10 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 def dose_responses(
     frame: pd.DataFrame, limit: float | None = None, label: str = "healthy loss (nats a token)"
 ) -> go.Figure:
-    """Returns a curve for each layer and group of bands over the doses, one panel a task.
+    """Returns a curve for each layer over the doses, a column of panels a task, a row a group of bands.
 
-    Whiskers are the intervals over seeds; the grey line is the healthy model, the dotted one the limit.
+    Whiskers are the intervals over seeds; the grey line is the healthy model, the dotted one the limit. A
+    cross is a dose that was not survived; one on the limit left no text at all.
 
     Args:
         frame: What `LesionResults.dose_response` returned.
@@ -33,51 +34,54 @@ def dose_responses(
     """
     if not len(frame):
         raise ValueError("expected doses and responses to show, got none")
-    tasks = list(dict.fromkeys(frame["task"]))
-    layers, bands = (list(dict.fromkeys(frame[name])) for name in ("layers", "bands"))
+    tasks, bands, layers = (list(dict.fromkeys(frame[name])) for name in ("task", "bands", "layers"))
     doses = sorted(std for std in frame["std"].unique() if std > 0)
     figure = make_subplots(
-        1, len(tasks), shared_yaxes=True, horizontal_spacing=0.04, subplot_titles=[str(t) for t in tasks]
+        len(bands),
+        len(tasks),
+        shared_xaxes=True,
+        shared_yaxes="all",
+        horizontal_spacing=0.04,
+        vertical_spacing=0.09 if len(bands) > 1 else None,
+        subplot_titles=[f"{task}, {which}" for which in bands for task in tasks],
     )
-    seen: set[tuple[str, str]] = set()
-    for column, task in enumerate(tasks, start=1):
-        of_task: Any = frame[frame["task"] == task]
-        own = float(of_task.loc[of_task["std"] == 0, "mean"].iloc[0])
-        for (where, which), curve in of_task[of_task["std"] > 0].groupby(["layers", "bands"], sort=False):
-            shown = curve.sort_values("std")
+    seen: set[str] = set()
+    for (task, which), panel in frame.groupby(["task", "bands"], sort=False):
+        place = {"row": bands.index(which) + 1, "col": tasks.index(task) + 1}
+        own = float(panel.loc[panel["std"] == 0, "mean"].iloc[0])
+        for where, curve in panel[panel["std"] > 0].groupby("layers", sort=False):
+            shown, number = curve.sort_values("std"), layers.index(where)
+            apart = (number - (len(layers) - 1) / 2) * 0.5 / len(layers)  # whiskers beside each other
             figure.add_scatter(
-                x=[doses.index(std) for std in shown["std"]],
-                y=shown["mean"],
+                x=[doses.index(std) + apart for std in shown["std"]],
+                y=shown["mean"] if limit is None else shown["mean"].fillna(limit),
                 error_y={
                     "array": (shown["high"] - shown["mean"]).tolist(),
                     "arrayminus": (shown["mean"] - shown["low"]).tolist(),
                     "thickness": 1,
                 },
-                name=f"layer {where}, {which}",
-                legendgroup=f"{where} {which}",
-                showlegend=(where, which) not in seen,
+                name=f"layer {where}",
+                legendgroup=where,
+                showlegend=where not in seen,
                 mode="lines+markers",
-                line={
-                    "color": COLOURS[layers.index(where) % len(COLOURS)],
-                    "dash": DASHES[bands.index(which) % len(DASHES)],
-                },
-                row=1,
-                col=column,
+                line={"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % 4]},
+                marker={"symbol": ["circle" if alive else "x" for alive in shown["survived"]], "size": 7},
+                customdata=shown["std"],
+                hovertemplate="noise %{customdata:g}<br>%{y:.3f}<extra>%{fullData.name}</extra>",
+                **place,
             )
-            seen.add((where, which))
+            seen.add(where)
         for level, dash in ((own, "solid"), *(() if limit is None else ((limit, "dot"),))):
             line = {"color": "#8c8c8c", "width": 1, "dash": dash}
             ends = {"x0": -0.5, "x1": len(doses) - 0.5, "y0": level, "y1": level}
-            figure.add_shape(type="line", line=line, row=1, col=column, **ends)
-        figure.update_xaxes(
-            tickvals=list(range(len(doses))),
-            ticktext=[f"{std:g}" for std in doses],
-            title_text="noise, in units of the band's RMS",
-            row=1,
-            col=column,
-        )
-    figure.update_yaxes(title_text=label, row=1, col=1)
-    return figure.update_layout(template=TEMPLATE, width=max(700, 380 * len(tasks)), height=460)
+            figure.add_shape(type="line", line=line, **ends, **place)
+    figure.update_xaxes(tickvals=list(range(len(doses))), ticktext=[f"{std:g}" for std in doses])
+    figure.update_xaxes(title_text="noise, in units of the band's RMS", row=len(bands))
+    figure.update_yaxes(title_text=label, col=1)
+    if (frame["mean"].dropna() >= 0).all():  # of few seeds, whiskers can be longer than all that matters
+        figure.update_yaxes(range=[0, 1.25 * max(float(frame["mean"].max()), limit or 0)])
+    width, height = max(700, 380 * len(tasks)), 160 + 300 * len(bands)
+    return figure.update_layout(template=TEMPLATE, width=width, height=height)
 
 
 @stamped
