@@ -75,8 +75,8 @@ def main() -> None:
     fewer = torch.stack([window.ids for window in texts])[::4, :128]
     found = rl.areas(scores["activation"], N_AREAS)
     found.to_frame().to_csv(args.data / "areas.csv", index=False)
-    keep("areas", rl.area_losses(model, found, fewer, points))
-    effects = rl.band_effects(model, fewer, SINGLE, points)
+    keep("areas", rl.area_losses(model, found, fewer, args.out / "short"))
+    effects = rl.band_effects(model, fewer, SINGLE, args.out / "short")
     effects.to_csv(args.data / "effects.csv", index=False, float_format="%.6g")
     ranks = rl.effect_ranks(effects, {name: scores[name] for name in (*SCORED, *GRADIENTS)})
     ranks.to_csv(args.data / "ranks.csv", index=False, float_format="%.6g")
