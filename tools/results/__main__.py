@@ -21,6 +21,7 @@ def make(name: str) -> None:
     ASSETS.mkdir(exist_ok=True)
     for picture, figure in page.figures().items():
         figure.layout.updatemenus = ()  # a picture has no menu to open
+        figure.update_layout(paper_bgcolor="white", plot_bgcolor="white")  # dark pages show pictures too
         figure.update_yaxes(title_standoff=12, automargin=True)
         figure.write_image(ASSETS / f"{picture}.png", width=figure.layout.width or 900, scale=1.5)
         print(f"docs/assets/{picture}.png")

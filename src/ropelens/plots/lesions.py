@@ -40,13 +40,14 @@ def dose_responses(
         len(bands),
         len(tasks),
         shared_xaxes=True,
-        shared_yaxes="all",
+        shared_yaxes=True,
         horizontal_spacing=0.04,
         vertical_spacing=0.09 if len(bands) > 1 else None,
         subplot_titles=[f"{task}, {which}" for which in bands for task in tasks],
     )
     seen: set[str] = set()
-    for (task, which), panel in frame.groupby(["task", "bands"], sort=False):
+    panels: Any = frame.groupby(["task", "bands"], sort=False)
+    for (task, which), panel in panels:
         place = {"row": bands.index(which) + 1, "col": tasks.index(task) + 1}
         own = float(panel.loc[panel["std"] == 0, "mean"].iloc[0])
         for where, curve in panel[panel["std"] > 0].groupby("layers", sort=False):
@@ -78,8 +79,9 @@ def dose_responses(
     figure.update_xaxes(tickvals=list(range(len(doses))), ticktext=[f"{std:g}" for std in doses])
     figure.update_xaxes(title_text="noise, in units of the band's RMS", row=len(bands))
     figure.update_yaxes(title_text=label, col=1)
-    if (frame["mean"].dropna() >= 0).all():  # of few seeds, whiskers can be longer than all that matters
-        figure.update_yaxes(range=[0, 1.25 * max(float(frame["mean"].max()), limit or 0)])
+    found: list[float] = frame["mean"].dropna().tolist()
+    if found and min(found) >= 0:  # of few seeds, whiskers can be longer than all that matters
+        figure.update_yaxes(range=[0, 1.25 * max(*found, limit or 0.0)])
     width, height = max(700, 380 * len(tasks)), 160 + 300 * len(bands)
     return figure.update_layout(template=TEMPLATE, width=width, height=height)
 

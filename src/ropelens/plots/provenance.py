@@ -52,7 +52,8 @@ def provenance(figure: go.Figure | dict[str, Any], command: str | None = None) -
         >>> provenance(figure)["figure"]
         'frequency_ladders'
     """
-    meta = figure.layout.meta if isinstance(figure, go.Figure) else figure.get("layout", {}).get("meta")
+    layout: Any = figure.layout if isinstance(figure, go.Figure) else figure.get("layout", {})
+    meta = layout.meta if isinstance(figure, go.Figure) else layout.get("meta")
     if not isinstance(meta, dict) or KEY not in meta:
         raise ValueError("expected a figure made by ropelens.plots, got one that says nothing of its making")
     if command is not None:
