@@ -40,7 +40,7 @@ def facts_of(value: Any) -> list[dict[str, Any]]:
 
     Example:
         >>> import torch
-        >>> facts_of({"a": torch.zeros(2), "b": 3})
+        >>> facts_of({"a": torch.zeros(2, dtype=torch.float64), "b": 3})
         [{'kind': 'numbers', 'sha256': '374708fff7719dd5979ec875d56cd228'}]
     """
     if isinstance(value, Mapping):
