@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -236,11 +237,7 @@ def band_attribution(
     found = kernels.attribution(
         q,
         k,
-        pairs=spec.rotation.pairs.to(q.device),
-        scale=spec.scale,
-        window=spec.window,
-        softcap=spec.softcap,
-        sinks=None if spec.sinks is None else spec.sinks[[head]],
+        **replace(spec, sinks=None if spec.sinks is None else spec.sinks[[head]]).kernel_arguments(q.device),
         tol=tol,
         queries=torch.tensor([query]),
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ropelens.hosts.load import TEACHING
+
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 ASSETS = DOCS / "assets"
 
@@ -17,6 +19,8 @@ RANGES = {  # wavelengths in tokens
     "512 to 8,192": (512.0, 8192.0),
     "above 8,192": (8192.0, float("inf")),
 }
+
+TEACHING_NAMES = {name: f"{name.split('-')[-1][0]} layer{'s' if '2l' in name else ''}" for name in TEACHING}
 
 
 def columns(wavelength: Tensor) -> dict[str, Tensor]:

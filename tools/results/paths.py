@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pandas as pd
-from common import DOCS, table
+from common import DOCS, TEACHING_NAMES, table
 from plotly.graph_objects import Figure
-
-from ropelens.hosts.load import TEACHING
 
 PAGE = DOCS / "results" / "paths.md"
 DATA = DOCS / "data" / "paths"
 TEXTS = ("prose", "repeated")
-NAMES = {name: f"{name.split('-')[-1][0]} layer{'s' if '2l' in name else ''}" for name in TEACHING}
 WORDS = ("the direct path", "paths through one head", "paths through two heads")
 
 
@@ -50,7 +47,7 @@ def orders(rows: pd.DataFrame) -> str:
             for r in both.itertuples()
             for cell in (f"{r.loss:.3f}", with_error(r.marginal, r.stderr) if order else "")
         ]
-        lines.append([f"{NAMES[name]}: {WORDS[order]}", *cells])
+        lines.append([f"{TEACHING_NAMES[name]}: {WORDS[order]}", *cells])
     header = ["with, in turn", "prose", "which changes it by", "repeated", "which changes it by"]
     return table(header, lines)
 
@@ -61,7 +58,7 @@ def by_text(rows: pd.DataFrame, keys: list[str], say) -> str:
         both = part.set_index("text").loc[list(TEXTS)]
         first = next(both.itertuples())
         cells = [with_error(r.importance, r.stderr) for r in both.itertuples()]
-        lines.append([f"{NAMES[name]}: {say(first)}", *cells])
+        lines.append([f"{TEACHING_NAMES[name]}: {say(first)}", *cells])
     return table(["without", "prose", "repeated"], lines)
 
 
@@ -71,14 +68,18 @@ def heads(rows: pd.DataFrame) -> str:
         both = part.set_index("text").loc[list(TEXTS)]
         cells = [with_error(r.importance, r.stderr) for r in both.itertuples()]
         lines.append(
-            [f"{NAMES[name]}: {layer}.{head}", *cells, *(f"{r.positional:.2f}" for r in both.itertuples())]
+            [
+                f"{TEACHING_NAMES[name]}: {layer}.{head}",
+                *cells,
+                *(f"{r.positional:.2f}" for r in both.itertuples()),
+            ]
         )
     return table(["without", "prose", "repeated", "positional, prose", "positional, repeated"], lines)
 
 
 def bigrams(rows: pd.DataFrame) -> str:
     columns = ("unigram", "token_1", "bigram", "token_2", "direct", "correlation")
-    lines = [[NAMES[r["model"]], *(f"{r[c]:.2f}" for c in columns)] for _, r in rows.iterrows()]
+    lines = [[TEACHING_NAMES[r["model"]], *(f"{r[c]:.2f}" for c in columns)] for _, r in rows.iterrows()]
     header = [
         "",
         "unigram entropy",

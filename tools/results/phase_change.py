@@ -5,19 +5,17 @@ from __future__ import annotations
 from math import isnan
 
 import pandas as pd
-from common import DOCS, table
+from common import DOCS, TEACHING_NAMES, table
 from plotly.graph_objects import Figure
 
 from ropelens.circuits import LearningCurve, phase_change
-from ropelens.hosts.load import TEACHING
 from ropelens.plots.learning import learning_figure, position_figure, surface_figure
 
 PAGE = DOCS / "results" / "phase_change.md"
-NAMES = {name: f"{name.split('-')[-1][0]} layer{'s' if '2l' in name else ''}" for name in TEACHING}
 
 
 def curves(of: str = "") -> dict[str, LearningCurve]:
-    return {label: LearningCurve.load(name + of) for name, label in NAMES.items()}
+    return {label: LearningCurve.load(name + of) for name, label in TEACHING_NAMES.items()}
 
 
 def tables() -> dict[str, str]:

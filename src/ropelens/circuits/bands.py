@@ -198,11 +198,7 @@ def _attributed(
         found = kernels.attribution(
             q[[row], :last],
             k[[row], :last],
-            pairs=spec.rotation.pairs.to(q.device),
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=spec.sinks,
+            **spec.kernel_arguments(q.device),
             tol=tol,
             queries=queries,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
@@ -91,6 +92,16 @@ class LayerSpec:
     rotation: Rotation
     layout: str
     error: float
+
+    def kernel_arguments(self, device: torch.device) -> dict[str, Any]:
+        """Returns what `ropelens_kernels` wants to know of a layer besides its queries and keys."""
+        return {
+            "pairs": self.rotation.pairs.to(device),
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+        }
 
 
 @dataclass(frozen=True, eq=False)

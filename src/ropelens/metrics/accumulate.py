@@ -106,12 +106,8 @@ class BandAccumulator:
             found = self._kernel(
                 q,
                 k,
-                pairs=spec.rotation.pairs.to(q.device),
-                scale=spec.scale,
+                **spec.kernel_arguments(q.device),
                 mask=mask,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks=spec.sinks,
                 tol=self.tol,
                 method=self.method,
                 split_first=self.split_first,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
+from typing import Any
 
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from ropelens.plots.provenance import stamped
@@ -25,9 +26,7 @@ def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Fi
     Args:
         n_keys: How many keys to show, in the order of the text.
     """
-    pattern = attribution.pattern
-    keys = pattern.topk(min(n_keys, len(pattern))).indices.sort().values
-    labels = [f"{_one_line(attribution.tokens[k])} {k}" for k in keys.tolist()]
+    keys, labels = _strongest(attribution, n_keys)
     values = attribution.values[keys]
     low, high = colour_range(values, 0.975)  # one key, often the first, may take nearly everything
     high = max(high, -low)
@@ -51,7 +50,7 @@ def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Fi
         )
     )
     figure.add_bar(
-        x=pattern[keys].numpy().astype("float32"),
+        x=attribution.pattern[keys].numpy().astype("float32"),
         y=rows,
         orientation="h",
         xaxis="x2",
@@ -65,15 +64,7 @@ def attribution_heatmap(attribution: BandAttribution, n_keys: int = 32) -> go.Fi
         template=TEMPLATE,
         xaxis={**band_axis(attribution.wavelength[None]), "domain": [0, 0.8]},
         xaxis2={"domain": [0.83, 1], "title": {"text": "attention"}, "rangemode": "tozero", "nticks": 3},
-        yaxis={
-            "autorange": "reversed",
-            "tickmode": "array",
-            "tickvals": rows,
-            "ticktext": labels,
-            "showgrid": False,
-            "automargin": True,
-            "title": {"text": "key token, position"},
-        },
+        yaxis={**_key_axis(labels), "title": {"text": "key token, position"}},
         height=140 + 17 * len(rows),
     )
     return figure
@@ -89,9 +80,7 @@ def attribution_parts(attribution: BandAttribution, n_keys: int = 32) -> go.Figu
     Args:
         n_keys: How many keys to show, in the order of the text.
     """
-    pattern = attribution.pattern
-    keys = pattern.topk(min(n_keys, len(pattern))).indices.sort().values
-    labels = [f"{_one_line(attribution.tokens[k])} {k}" for k in keys.tolist()]
+    keys, labels = _strongest(attribution, n_keys)
     entries = torch.cat([attribution.values[keys], attribution.rest[keys, None]], 1)
     rows = list(range(len(keys)))
     figure = go.Figure()
@@ -110,7 +99,7 @@ def attribution_parts(attribution: BandAttribution, n_keys: int = 32) -> go.Figu
             hovertemplate="key %{text}<br>%{x:.4g}<extra>" + name + "</extra>",
         )
     figure.add_scatter(
-        x=pattern[keys].numpy().astype("float32"),
+        x=attribution.pattern[keys].numpy().astype("float32"),
         y=rows,
         mode="markers",
         name="attention",
@@ -124,17 +113,28 @@ def attribution_parts(attribution: BandAttribution, n_keys: int = 32) -> go.Figu
         bargap=0.2,
         height=140 + 17 * len(rows),
         xaxis={"title": {"text": "attention"}, "zeroline": True},
-        yaxis={
-            "autorange": "reversed",
-            "tickmode": "array",
-            "tickvals": rows,
-            "ticktext": labels,
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis=_key_axis(labels),
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
     )
     return figure
+
+
+def _strongest(attribution: BandAttribution, n: int) -> tuple[Int64[Tensor, " key"], list[str]]:
+    """Returns the keys with most attention, in the order of the text, and what to call them."""
+    pattern = attribution.pattern
+    keys = pattern.topk(min(n, len(pattern))).indices.sort().values
+    return keys, [f"{_one_line(attribution.tokens[k])} {k}" for k in keys.tolist()]
+
+
+def _key_axis(labels: list[str]) -> dict[str, Any]:
+    return {
+        "autorange": "reversed",
+        "tickmode": "array",
+        "tickvals": list(range(len(labels))),
+        "ticktext": labels,
+        "showgrid": False,
+        "automargin": True,
+    }
 
 
 def tokens_html(attribution: BandAttribution, values: Float64[Tensor, " key"] | None = None) -> str:

@@ -127,16 +127,7 @@ def attention_grid(
         examples[layer] = [_examples(one, lower) for one in pattern]
         for head in [head for at, head in wanted if at == layer]:
             one_q, one_k, one = of_heads(q, k, spec, [head])
-            split = kernels.attribution(
-                one_q,
-                one_k,
-                pairs=one.rotation.pairs.to(q.device),
-                scale=one.scale,
-                window=one.window,
-                softcap=one.softcap,
-                sinks=one.sinks,
-                tol=TOL,
-            )
+            split = kernels.attribution(one_q, one_k, **one.kernel_arguments(q.device), tol=TOL)
             entries = torch.cat([split.values[0, :, 0], split.rest[0, :, 0, :, None]], -1).cpu()
             found[layer, head] = packed(entries[lower])
             off = max(off, found[layer, head].bound)

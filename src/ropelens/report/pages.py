@@ -74,10 +74,14 @@ def write_report(
     out = Path(out)
     if not results.found():
         raise ValueError("expected results to show, got none: measure some, or name a folder that has some")
-    pages: list[Page] = [_overview(results, command)]
+    shown = {
+        f"scores-{i}": _scores_data(scores, name, command)
+        for i, (name, scores) in enumerate(results.scores.items())
+    }
+    pages: list[Page] = [_overview(results, shown)]
     data: dict[str, Any] = {}
     if results.scores:
-        page, kernels = _head(results, command)
+        page, kernels = _head(results, shown, command)
         pages.append(page)
         data |= kernels
     if results.grid is not None or results.attributions:
@@ -87,9 +91,6 @@ def write_report(
     pages += more.pages(results)
     if results.lesions is not None:
         pages.append(lesions_page(results.lesions))
-    overview = pages[0]
-    if not results.scores:  # nothing but a few figures: its own page says where to find them
-        pages[0] = Page(overview.file, overview.label, overview.heading, overview.body)
     about = {**(facts or {}), **_facts(results)}
     if command:
         about["Command of this report"] = command
@@ -107,7 +108,7 @@ def write_report(
 # Overview -----------------------------------------------------------------------------------------------
 
 
-def _overview(results: Results, command: str) -> Page:
+def _overview(results: Results, shown: dict[str, Any]) -> Page:
     heading = f"Which rotary frequencies does each head of {html.escape(results.name)} use?"
     contents = _contents(results)
     if not results.scores:
@@ -131,8 +132,7 @@ def _overview(results: Results, command: str) -> Page:
         ),
         contents=contents,
     )
-    data = {f"scores-{i}": _scores_data(results.scores[name], name, command) for i, name in enumerate(names)}
-    data["overview"] = {"n": len(names), **_common(results)}
+    data = shown | {"overview": {"n": len(names), **_common(results)}}
     return Page("index.html", "Overview", heading, body, data, "overview.js")
 
 
@@ -201,7 +201,7 @@ def _contents(results: Results) -> str:
 # One head -----------------------------------------------------------------------------------------------
 
 
-def _head(results: Results, command: str) -> tuple[Page, dict[str, Any]]:
+def _head(results: Results, shown: dict[str, Any], command: str) -> tuple[Page, dict[str, Any]]:
     names = list(results.scores)
     kernels = _kernels(results, command)
     body = Template(part("head.html")).substitute(
@@ -218,9 +218,8 @@ def _head(results: Results, command: str) -> tuple[Page, dict[str, Any]]:
         ),
         kernel=_kernel_text(results) if kernels else _absent(results, "positional kernels"),
     )
-    data = {f"scores-{i}": _scores_data(results.scores[name], name, command) for i, name in enumerate(names)}
-    data["head"] = {"n": len(names), "start": _start(results), **_common(results), **_examples(results)}
-    data["head"]["kinds"] = _kinds(results)
+    head = {"n": len(names), "start": _start(results), **_common(results), **_examples(results)}
+    data = shown | {"head": head | {"kinds": _kinds(results)}}
     return Page("head.html", "Heads", "One head, band by band", body, data, "head.js"), kernels
 
 
