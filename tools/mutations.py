@@ -100,8 +100,8 @@ GUARDS = [
     Guard(
         "pads",
         f"{METRICS}/accumulate.py",
-        "                mask=mask,\n                window",
-        "                mask=torch.ones_like(mask),\n                window",
+        "                mask=mask,\n",
+        "                mask=torch.ones_like(mask),\n",
         "test_pads_are_not_in_the_statistics[5-right]",
     ),
     Guard(
@@ -141,16 +141,16 @@ GUARDS = [
     ),
     Guard(
         "softcap",
-        f"{METRICS}/accumulate.py",
-        "                softcap=spec.softcap,\n",
-        "                softcap=None,\n",
+        f"{HOSTS}/layer.py",
+        '            "softcap": self.softcap,\n',
+        '            "softcap": None,\n',
         "test_the_softcap_is_in_the_path",
     ),
     Guard(
         "sinks",
-        f"{METRICS}/accumulate.py",
-        "                sinks=spec.sinks,\n",
-        "                sinks=None,\n",
+        f"{HOSTS}/layer.py",
+        '            "sinks": self.sinks,\n',
+        '            "sinks": None,\n',
         "test_a_learned_sink_is_one_more_outcome",
     ),
     Guard(
