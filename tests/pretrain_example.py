@@ -23,6 +23,9 @@ MINI = PretrainConfig(
 )
 
 
+HELD_OUT = 7  # blocks: no multiple of the micro-batch, nor of two processes
+
+
 def write_text(folder: Path) -> Path:
     """Writes some documents and returns the pattern that names them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,4 +36,4 @@ def write_text(folder: Path) -> Path:
 
 def corpus_of(text: Path, out: Path) -> Corpus:
     """Returns the corpus of an experiment with `MINI` in `out`."""
-    return prepared(MINI, str(text), out, None, "text", 8, Process(), progress=False)[0]
+    return prepared(MINI, str(text), out, None, "text", HELD_OUT, Process(), progress=False)[0]

@@ -22,15 +22,16 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import ropelens as rl
-from pretrain_example import MINI, corpus_of, write_text
+from pretrain_example import HELD_OUT, MINI, corpus_of, write_text
 from ropelens.cli import app
 from ropelens.pretrain import ARMS, CONFIGS, Corpus, analyse, experiment, pretrain
 from ropelens.pretrain.arms import check_arms, partial_rotary
 from ropelens.pretrain.manifest import Manifest
-from ropelens.pretrain.training import adamw, last_checkpoint
+from ropelens.pretrain.training import _arguments, adamw, last_checkpoint, on_one_gpu
 
 QUIET: dict[str, Any] = {"progress": False}
-ASKED: dict[str, Any] = {"arms": ["original", "resampled", "learned"], "seeds": 1, "held_out": 8, **QUIET}
+ARMS_OF = ["original", "resampled", "learned"]
+ASKED: dict[str, Any] = {"arms": ARMS_OF, "seeds": 1, "held_out": HELD_OUT, **QUIET}
 LADDER = rl.Bands.uniform(2, 16, base=10_000.0).inv_freq
 
 
@@ -76,9 +77,9 @@ def test_parameters_speed_and_time_are_said_before_it_starts(done: Any):
     n = MINI.n_parameters()
     assert n == sum(p.numel() for p in MINI.build(0).parameters())
     pattern = (
-        rf"mini: {n / 1e6:.1f}M parameters; 0.0M tokens in 12 steps a run; [\d,]+ tokens/s on each of 1 "
+        rf"mini: {n / 1e6:.1f}M parameters; 0.0M tokens in 12 steps a run; [\d,]+ tokens/s in each of 1 "
     )
-    assert re.match(pattern + r"device\(s\): about .+ for 4 run\(s\)", done.lines[0])
+    assert re.match(pattern + r"process\(es\): about .+ for 4 run\(s\)", done.lines[0])
     assert done.lines[1] == "1/4 bootstrap"
 
 
@@ -147,6 +148,68 @@ def test_a_run_killed_in_the_middle_of_an_arm_resumes_to_the_same_loss(done: Any
     assert resumed.curve == whole["curve"]
     assert resumed.train == whole["train"]
     assert not (run / "checkpoints").exists()
+
+
+RANKED = """
+import sys
+from pretrain_example import HELD_OUT, MINI
+from ropelens.cli import app
+from ropelens.pretrain import CONFIGS
+CONFIGS["tiny-1m"] = MINI
+app(["pretrain", "experiment", "tiny-1m", "--held-out", str(HELD_OUT), "--json", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_measure_as_one_does(done: Any, text: Path, tmp_path: Path):
+    """Each takes a micro-batch of the two that a batch has; they train as one process that takes both."""
+    script, out = tmp_path / "ranked.py", tmp_path / "out"
+    script.write_text(RANKED)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", script),
+        *("--data", text, "--out", out, "--arms", ",".join(ARMS_OF), "--seeds", 1),
+    ]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    ran = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr
+    (resampled, learned) = json.loads(ran.stdout)  # printed once
+    assert (resampled["arm"], learned["arm"]) == ("resampled", "learned")
+    two = Manifest.read(out / "manifest.json")
+    assert list(two.runs) == list(done.manifest.runs)
+    for name, run in done.manifest.runs.items():
+        found = two.runs[name]
+        assert (found["weights"], found["order"]) == (run["weights"], run["order"])
+        # Means over the same numbers in another order, in float32: a loss has 24 bits.
+        for key in ("curve", "train"):
+            np.testing.assert_allclose(found[key], run[key], rtol=1e-5, err_msg=f"{name} {key}")
+        np.testing.assert_allclose(found["activation"], run["activation"], rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("held_out", [7, 128])
+def test_no_block_is_counted_twice(held_out: int, tmp_path: Path):
+    args = _arguments(MINI, tmp_path, 0, 1, compile=False, held_out=held_out)
+    assert args.per_device_eval_batch_size == {7: 1, 128: 4}[held_out]
+
+
+def test_a_process_without_torchrun_takes_one_gpu(tmp_path: Path):
+    """Eight would take eight micro-batches a step, and as many times the tokens."""
+    args = _arguments(MINI, tmp_path, 0, 1, compile=False, held_out=8)
+    args._n_gpu = 8
+    assert args.train_batch_size == 8 * MINI.micro_batch
+    assert on_one_gpu(args).train_batch_size == MINI.micro_batch
+
+
+def test_losses_are_logged_for_tensorboard(done: Any):
+    """Where they outlast the checkpoints; one entry an evaluation."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name, run in done.manifest.runs.items():
+        events = EventAccumulator(str(done.out / name / "tensorboard")).Reload()
+        logged = [event.value for event in events.Scalars("eval/loss")]
+        np.testing.assert_allclose(logged, [loss for _, loss in run["curve"]], rtol=1e-6)
 
 
 def test_the_original_frequencies_given_explicitly_train_the_same_way(done: Any, tmp_path: Path):

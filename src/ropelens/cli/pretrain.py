@@ -72,6 +72,7 @@ def run(
     with one_sentence():
         chosen = _config(config, tokens)
         from ropelens.pretrain import train_on
+        from ropelens.pretrain.preparation import Process
 
         with only_json(as_json):
             trained = train_on(
@@ -85,6 +86,8 @@ def run(
                 repeat=repeat,
                 compile=compile,
             )
+        if not Process().last():
+            return
         if as_json:
             facts = {"loss": trained.loss, "tokens": trained.tokens, "seconds": trained.seconds}
             typer.echo(json.dumps(facts | {"model": str(out / "model")}))
@@ -131,6 +134,7 @@ def experiment(
         chosen, wanted = _config(config, tokens), listed(arms, "--arms", ARMS)
         from ropelens.pretrain import analyse
         from ropelens.pretrain import experiment as start
+        from ropelens.pretrain.preparation import Process
 
         with only_json(as_json):
             manifest = start(
@@ -147,6 +151,8 @@ def experiment(
                 progress=not quiet,
                 say=typer.echo,
             )
+        if not Process().last():
+            return
         table = analyse(manifest).table()
         if as_json:
             typer.echo(table.reset_index().to_json(orient="records"))

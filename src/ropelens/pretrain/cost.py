@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -49,13 +50,15 @@ def tokens_per_second(
 def projected(config: PretrainConfig, runs: int) -> str:
     """Returns a line for people: parameters, tokens, speed here, and the time that the runs will take."""
     speed = tokens_per_second(config, n_steps=2)
-    world = torch.cuda.device_count() or 1
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     tokens = config.steps * config.batch * config.context
     seconds = runs * tokens / (speed * world)
+    idle = torch.cuda.device_count() - world if world == 1 else 0
     return (
         f"{config.name}: {config.n_parameters() / 1e6:.1f}M parameters; {tokens / 1e6:,.1f}M tokens in "
-        f"{config.steps:,} steps a run; {speed:,.0f} tokens/s on each of {world} device(s): about "
+        f"{config.steps:,} steps a run; {speed:,.0f} tokens/s in each of {world} process(es): about "
         f"{_duration(seconds)} for {runs} run(s)"
+        + (f"; {idle} more GPU(s) would share the work under torchrun" if idle > 0 else "")
     )
 
 

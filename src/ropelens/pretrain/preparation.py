@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from ropelens.pretrain.training import Trained, pretrain, require_enough
 
 
 class Process:
-    """This process among those that `torchrun` started."""
+    """This process among those that `torchrun` started.
+
+    Attributes:
+        main: Whether it is the one that writes and prints.
+        device: What it trains and measures on.
+    """
 
     def __init__(self) -> None:
         from accelerate import PartialState
 
-        self._state = PartialState(cpu=not torch.cuda.is_available())
-        self.main = self._state.is_main_process
+        # The others wait while one reads the data, and that may take hours.
+        self._state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
+        self.main, self.device = self._state.is_main_process, self._state.device
 
     def first(self) -> Any:
         """A block that the main process runs before the others."""
@@ -31,6 +38,12 @@ class Process:
 
     def wait(self) -> None:
         self._state.wait_for_everyone()
+
+    def last(self) -> bool:
+        """Ends the group, once all its processes are here; True in the one that goes on and prints."""
+        self.wait()
+        self._state.destroy_process_group()
+        return self.main
 
 
 def prepared(

@@ -115,8 +115,8 @@ def experiment(
             tokenizer=tok,
             progress=progress and process.main,
         )
+        scores = _measure(out / name, corpus, process)
         if process.main:
-            scores = _measure(out / name, corpus)
             facts = {"arm": arm, "seed": seed, "inv_freq": scores.bands.inv_freq.tolist()}
             by_layer = [[float(f"{x:.6g}") for x in row] for row in scores.values.sum(1).tolist()]
             facts |= {"activation": by_layer, "drawn_from": drawn_from}
@@ -127,11 +127,15 @@ def experiment(
     return manifest
 
 
-def _measure(folder: Path, corpus: Corpus) -> BandScores:
-    """Writes the activation of a trained model on the blocks held out beside it, and returns it."""
-    model = load(folder / "model", host="transformers")
+def _measure(folder: Path, corpus: Corpus, process: Process) -> BandScores:
+    """Writes the activation of a trained model on the blocks held out beside it, and returns it.
+
+    Every process takes its share of the blocks.
+    """
+    model = load(folder / "model", host="transformers", device=process.device)
     scores = collect(model, corpus.held_out(), ("activation",), progress=False)["activation"]
-    scores.save(folder / "activation.safetensors")
+    if process.main:
+        scores.save(folder / "activation.safetensors")
     return scores
 
 

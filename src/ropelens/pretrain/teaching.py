@@ -192,6 +192,8 @@ def train_teaching_model(recipe: Recipe, corpora: str | Path, out: str | Path) -
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
+    from ropelens.pretrain.training import on_one_gpu
+
     out = Path(out)
     documents, _ = split_documents(corpora)
     tokenizer = tokenizer_in(out / "tokenizer", documents, recipe.n_vocab)
@@ -226,7 +228,7 @@ def train_teaching_model(recipe: Recipe, corpora: str | Path, out: str | Path) -
     )
     trainer = Trainer(
         model=model,
-        args=arguments,
+        args=on_one_gpu(arguments),
         train_dataset=Rows(recipe, _prose(out / "prose.safetensors", documents, tokenizer, recipe.context)),
         callbacks=[Keep()],
         optimizers=(_optimizer(model, recipe), None),

@@ -76,7 +76,8 @@ def pretrain(
     """Trains a small Llama; interrupted, the same call goes on from the last checkpoint to the same end.
 
     The seed decides the initial weights and the order of the data, and nothing else does. AdamW, gradients
-    clipped at norm 1, bfloat16 on a GPU that has it; several processes (`torchrun`) share each batch.
+    clipped at norm 1, bfloat16 on a GPU that has it. `torchrun`'s processes share each batch, to the same
+    end; a process trains on one GPU. With TensorBoard installed, losses are logged in `out/tensorboard`.
 
     Args:
         config: A configuration, or the name of one in `CONFIGS`.
@@ -128,7 +129,7 @@ def pretrain(
     if learn is not None:
         ladder = model.model.rotary_emb.inv_freq.double()
         learn_frequencies(model, ladder, shared=learn == "shared")
-    args = _arguments(config, out, seed, checkpoints, compile)
+    args = on_one_gpu(_arguments(config, out, seed, checkpoints, compile, corpus.n_held_out))
     with _quiet():
         clock = Clock(out / "checkpoints")
         trainer = OrderedTrainer(
@@ -140,6 +141,8 @@ def pretrain(
         )
         trainer.remove_callback(PrinterCallback)
         last = last_checkpoint(out / "checkpoints")
+        if trainer.is_world_process_zero() and (board := _board(out, last)) is not None:
+            trainer.add_callback(board)
         clock.begin(last)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -316,11 +319,27 @@ class Bar(TrainerCallback):
 def last_checkpoint(folder: Path) -> Path | None:
     """Returns the newest checkpoint that was written to its end."""
     whole = [path for path in folder.glob("checkpoint-*") if (path / WHOLE).exists()]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return max(whole, key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _board(out: Path, last: Path | None) -> TrainerCallback | None:
+    """What logs for TensorBoard, from a checkpoint on; None where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    gone = None if last is None else step_of(last) + 1
+    return TensorBoardCallback(SummaryWriter(str(out / "tensorboard"), purge_step=gone))
 
 
 def _arguments(
-    config: PretrainConfig, out: Path, seed: int, checkpoints: int, compile: bool
+    config: PretrainConfig, out: Path, seed: int, checkpoints: int, compile: bool, held_out: int
 ) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if config.batch % (config.micro_batch * world):
@@ -336,7 +355,8 @@ def _arguments(
         output_dir=str(out / "checkpoints"),
         max_steps=config.steps,
         per_device_train_batch_size=config.micro_batch,
-        per_device_eval_batch_size=config.micro_batch,
+        # A batch that is not whole would be filled up with blocks that are then counted twice.
+        per_device_eval_batch_size=max(n for n in range(1, config.micro_batch + 1) if held_out % n == 0),
         gradient_accumulation_steps=config.batch // (config.micro_batch * world),
         learning_rate=config.lr,
         lr_scheduler_type="cosine_with_min_lr",
@@ -358,8 +378,14 @@ def _arguments(
         dataloader_pin_memory=cuda,
         remove_unused_columns=False,
         disable_tqdm=True,
-        report_to=["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
+        report_to=[],
     )
+
+
+def on_one_gpu(args: TrainingArguments) -> TrainingArguments:
+    """Keeps a Trainer without `torchrun` from taking a micro-batch a step for every GPU that it sees."""
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
 
 
 def _finish(out: Path, trainer: Trainer, tokenizer: Any) -> None:
