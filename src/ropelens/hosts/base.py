@@ -165,6 +165,11 @@ class Host(ABC):
         """Computes attention outputs the fastest exact way that the host has, inside the block."""
         ...
 
+    @abstractmethod
+    def alone(self) -> AbstractContextManager[None]:
+        """Lays the user's own hooks aside inside the block, so that the bare model can be measured."""
+        ...
+
     @contextmanager
     def turning(self, rows: Sequence[Float64[Tensor, " band"] | None]) -> Iterator[None]:
         """As `turn`, inside the block."""

@@ -139,7 +139,7 @@ class PlainHost(Host):
 
         owner = self.owner
         looks = tapped(owner, Tap(observe=look))
-        with torch.no_grad(), bare(owner, self.model), _tables_into(tables, self.model), looks:
+        with torch.no_grad(), self.alone(), _tables_into(tables, self.model), looks:
             self.model.base_model(ids, use_cache=False, **extra)
         for layer in range(self.n_layers):
             if layer not in views:
@@ -239,6 +239,32 @@ class PlainHost(Host):
             raise ValueError("expected a model that is not being observed: choose the fast attention before")
         return switched(owner, "sdpa") if owner._supports_sdpa else nullcontext()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lays taps and the user's own hooks aside, and dropout, so that the bare model can be measured."""
+        owner, model = self.owner, self.model
+        training = [m for m in model.modules() if m.training]
+        saved = [
+            (hooks, OrderedDict(hooks))
+            for m in model.modules()
+            for hooks in (m._forward_hooks, m._forward_pre_hooks)
+        ]
+        try:
+            for module in training:
+                module.training = False
+            for hooks, before in saved:
+                for key, hook in before.items():
+                    if not _of_a_library(hook) and not is_turning_hook(hook):
+                        del hooks[key]
+            with switched(owner, implementation_of(owner)):
+                yield
+        finally:
+            for hooks, before in saved:
+                hooks.clear()
+                hooks.update(before)
+            for module in training:
+                module.training = True
+
 
 class MaskReader:
     """Reads which tokens are real from attention masks; layers that share one have it read once."""
@@ -317,32 +343,6 @@ def _as_certified(call: Call, spec: LayerSpec) -> bool:
         and (call.options.get("s_aux") is None) == (spec.sinks is None)
         and call.options.get("position_bias") is None
     )
-
-
-@contextmanager
-def bare(owner: Any, model: torch.nn.Module) -> Iterator[None]:
-    """Lays taps and the user's own hooks aside, and dropout, so that the bare model can be measured."""
-    training = [m for m in model.modules() if m.training]
-    saved = [
-        (hooks, OrderedDict(hooks))
-        for m in model.modules()
-        for hooks in (m._forward_hooks, m._forward_pre_hooks)
-    ]
-    try:
-        for module in training:
-            module.training = False
-        for hooks, before in saved:
-            for key, hook in before.items():
-                if not _of_a_library(hook) and not is_turning_hook(hook):
-                    del hooks[key]
-        with switched(owner, implementation_of(owner)):
-            yield
-    finally:
-        for hooks, before in saved:
-            hooks.clear()
-            hooks.update(before)
-        for module in training:
-            module.training = True
 
 
 def _of_a_library(hook: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from ropelens.hosts.certify import LayerClaim, rebuild_output, rebuild_scores, s
 from ropelens.hosts.layer import Certificate, LayerSpec
 from ropelens.hosts.lens import LensHost
 from ropelens.hosts.masks import visible_keys
-from ropelens.hosts.plain import PlainHost, bare
+from ropelens.hosts.plain import PlainHost
 
 PROBE = 12  # tokens of the text that weights are checked on
 
@@ -298,7 +298,7 @@ def _weights(host: Host, layer: int) -> LayerWeights:
         k_bias,
         v_bias,
         o_bias,
-        factor=float(getattr(_config(host), "residual_multiplier", None) or 1.0),
+        factor=float(getattr(host.text_config, "residual_multiplier", None) or 1.0),
         qk_norm=any(_acts(getattr(module, name, None)) for name in ("q_norm", "q_layernorm", "query_norm")),
     )
 
@@ -359,7 +359,6 @@ def _ends(host: Host, factor: float) -> Ends:
             _norm(host, final),
             softcap=softcap if softcap > 0 else None,
         )
-    config = _config(host)
     if isinstance(host, LensHost):
         final, unembed = model.ln_final, model.unembed
         u, bias = model.W_U.detach(), getattr(unembed, "b_U", None)
@@ -371,6 +370,7 @@ def _ends(host: Host, factor: float) -> Ends:
                 "head: load it with AutoModelForCausalLM"
             )
         final, u, bias = named(_trunk(host), FINAL), unembed.weight.detach().T, unembed.bias
+    config = host.text_config
     division = getattr(config, "logits_scaling", None)  # Granite
     scale = getattr(config, "logit_scale", None)  # Cohere
     return Ends(
@@ -381,10 +381,6 @@ def _ends(host: Host, factor: float) -> Ends:
         float(scale if scale is not None else 1 / division if division else 1.0),
         getattr(config, "final_logit_softcapping", None),
     )
-
-
-def _config(host: Host) -> Any:
-    return host.config  # pyright: ignore[reportAttributeAccessIssue] of a transformers model, also in a bridge
 
 
 def _block(host: Host, layer: int) -> Any:
@@ -503,7 +499,7 @@ def _check(host: Host) -> _Found:
     def keep_made(layer: int, x: Tensor) -> None:
         made[layer] = x.double()
 
-    with torch.no_grad(), alone(host):
+    with torch.no_grad(), host.alone():
         with ExitStack() as stack:
             stack.enter_context(watching(host, keep_state))
             for layer in layers:
@@ -606,14 +602,6 @@ def turn(
     a, b = x[..., first], x[..., second]
     out[..., first], out[..., second] = (a * cos - b * sin).to(x.dtype), (a * sin + b * cos).to(x.dtype)
     return out
-
-
-def alone(host: Host) -> AbstractContextManager[None]:
-    """Lays the user's own hooks aside inside the block."""
-    if isinstance(host, LensHost):
-        return host.alone()
-    assert isinstance(host, PlainHost)
-    return bare(host.owner, host.model)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch import Tensor
 from ropelens.hosts import Certificate, Edit, Host, changing_weights, host_of
 from ropelens.hosts.rows import Rows, query_and_key_rows, require_own_rows
 from ropelens.hosts.tokens import Tokens, tokens_of
-from ropelens.hosts.weights import alone
 from ropelens.interventions.noise import PositionNoise, noisy_rows
 from ropelens.interventions.selecting import bands_where, by_key_head, checked_mask
 
@@ -348,7 +347,7 @@ def _measured(host: Host) -> Sizes:
         both = [x[..., pairs].double().square().mean((0, 1, -1)).sqrt().cpu() for x in (q, k)]
         found[layer] = both[0], both[1]
 
-    with torch.no_grad(), alone(host), host.observing(range(host.n_layers), keep):
+    with torch.no_grad(), host.alone(), host.observing(range(host.n_layers), keep):
         host.run(_calibration(host).ids, None, logits=False)
     return [found[layer] for layer in range(host.n_layers)]
 
