@@ -13,8 +13,8 @@ from torch import Tensor
 import ropelens as rl
 from ropelens.hosts import host_of
 from ropelens.hosts.load import has_hooked_transformer, hooked_from
-from ropelens.hosts.rows import query_and_key_rows
 from ropelens.hosts.weights import layer_weights
+from ropelens.hosts.weights.rows import query_and_key_rows
 from ropelens.interventions.lesion import band_sizes, hurt_rows, plan_of
 
 HOSTS = ("transformers", "bridge", "hooked") if has_hooked_transformer() else ("transformers", "bridge")

@@ -11,9 +11,9 @@ import torch
 from double import Double
 from families import FAMILIES
 
-from ropelens.hosts import LensHost, host_of, weights
+from ropelens.hosts import LensHost, host_of
 from ropelens.hosts.load import has_hooked_transformer, hooked_from
-from ropelens.hosts.weights import Ends, LayerWeights, ends, layer_weights, require_qk
+from ropelens.hosts.weights import Ends, LayerWeights, ends, layer_weights, reading, require_qk
 
 # One of each way to lay out projections and norms; all families are checked when their weights are read.
 CASES = [
@@ -191,7 +191,7 @@ def test_a_layer_that_does_more_than_its_weights_is_refused():
 
 
 def test_projections_without_a_known_name_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(weights, "OUTPUTS", ("another_name",))
+    monkeypatch.setattr(reading, "OUTPUTS", ("another_name",))
     with pytest.raises(ValueError, match="layer 0: LlamaAttention has no projections that ropelens knows by"):
         layer_weights(host_of(tiny.varied("llama")), 0)
 

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from ropelens.hosts import Certificate, Edit, Host, changing_weights, host_of
-from ropelens.hosts.rows import Rows, query_and_key_rows, require_own_rows
 from ropelens.hosts.tokens import Tokens, tokens_of
+from ropelens.hosts.weights.rows import Rows, query_and_key_rows, require_own_rows
 from ropelens.interventions.noise import PositionNoise, noisy_rows
 from ropelens.interventions.selecting import bands_where, by_key_head, checked_mask
 

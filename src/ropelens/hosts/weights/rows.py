@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ropelens.hosts.base import Host
 from ropelens.hosts.lens import LensHost
-from ropelens.hosts.weights import KEYS, QUERIES, attention_of, layer_weights, named
+from ropelens.hosts.weights.checking import layer_weights
+from ropelens.hosts.weights.modules import KEYS, QUERIES, attention_of, named
 
 
 @dataclass(frozen=True, eq=False)
