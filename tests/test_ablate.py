@@ -280,6 +280,7 @@ def test_bands_where():
         ({"bands": [4]}, "expected a band from 0 to 3, got 4"),
         ({"bands": "fastest:5"}, "expected at most 4 bands, as many as layer 0 has, got 'fastest:5'"),
         ({"bands": "quickest:2"}, 'expected bands as "fastest:12", "slowest:20%" or indices, got'),
+        ({"bands": "slowest:2.5"}, 'expected bands as "fastest:12", "slowest:20%" or indices, got'),
     ],
 )
 def test_what_cannot_be_chosen(chosen: dict[str, Any], message: str):

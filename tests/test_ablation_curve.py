@@ -80,6 +80,24 @@ def test_positions_add_up(model: Any, scores: dict[str, rl.BandScores]):
     assert (half["rise"] * [31, 32, 6]).sum() / 69 == pytest.approx(curve.rises()["rise"][0])
 
 
+def test_documents_that_end_before_a_position_are_no_draws_there():
+    """Three documents, of which two reach position 32 and one position 64."""
+    counts = torch.tensor([[31, 32, 5], [31, 9, 0], [20, 0, 0]])
+    draw = torch.Generator().manual_seed(0)
+    sums = counts * (2 + torch.rand(2, *counts.shape, generator=draw).double())
+    points = (Point("a", "model", 0.0), Point("a", "model", 0.5))
+    frame = AblationCurve(points, sums, counts, (1, 32, 64), ("0a", "0b", "0c"), "zero", {}).by_position()
+    for at, point in enumerate(points):
+        rows = frame[frame["fraction"] == point.fraction].set_index("first")
+        two, n = sums[at, :2, 1], counts[:2, 1]
+        loss = two.sum() / 41
+        expected = math.sqrt(2 * float(((two - loss * n) ** 2).sum())) / 41
+        assert rows["loss"][32] == pytest.approx(float(loss))
+        assert rows["stderr"][32] == pytest.approx(expected)
+        assert math.isnan(rows["stderr"][64])  # one document has no spread
+        assert math.isnan(rows["rise_stderr"][64])
+
+
 def test_documents_in_a_packed_window_are_read_alone(model: Any, scores: dict[str, rl.BandScores]):
     class Letters:
         """A tokenizer of one token a letter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -100,6 +101,12 @@ def test_agreement_where_layers_have_no_bands_or_do_not_vary():
         rl.agreement({"a": found["activation"]})
 
 
+def test_scores_of_two_models_do_not_agree(scores: dict[str, rl.BandScores]):
+    other = rl.band_activation(tiny.plain("llama", seed=1, attention="sdpa"), tiny.ids(4, 24))
+    with pytest.raises(ValueError, match="expected scores of one model, but those of 'other' are of another"):
+        rl.agreement({"entropy": scores["entropy"], "other": other})
+
+
 def test_single_bands_against_scores(model: Any, scores: dict[str, rl.BandScores]):
     ids = tiny.ids(2, 12, seed=3)
     effects = rl.band_effects(model, ids, [(0, 2), (1, 5)], progress=False)
@@ -163,6 +170,19 @@ def test_one_band_is_patched_alone():
     assert torch.equal(found[..., others], mine[..., others])
 
 
+def test_layers_without_bands_keep_what_is_theirs_unless_all_is_patched():
+    bridge = tiny.bridge(tiny.plain("smollm3"))  # layer 1 does not rotate
+    clean, corrupt = tiny.ids(1, 16, seed=1), tiny.ids(1, 16, seed=2)
+    mask = rl.bands_where(bridge, heads=[(0, 0)])
+    with torch.no_grad():
+        theirs = bridge.run_with_cache(clean)[1]
+        with rl.patch_bands(bridge, clean, mask, rest=True, keys=False):
+            found = bridge.run_with_cache(corrupt)[1]
+    queries = [f"blocks.{layer}.attn.hook_rot_q" for layer in range(2)]
+    assert torch.equal(found[queries[0]][:, :, 0], theirs[queries[0]][:, :, 0])
+    assert not torch.allclose(found[queries[1]], theirs[queries[1]])
+
+
 def test_what_cannot_be_patched(model: Any):
     mask = rl.bands_where(model, [0], heads=[(0, 1)])
     with pytest.raises(ValueError, match="which query heads share"), rl.patch_bands(model, tiny.ids(), mask):
@@ -202,6 +222,8 @@ def test_heads_that_use_the_same_bands_are_one_area(model: Any, scores: dict[str
         losses = [loss(model, row[None]) for row in ids]
     row = next(n for n, p in enumerate(curve.points) if p.score == "area 1" and p.fraction)
     assert curve.sums[row].sum(1).tolist() == pytest.approx(losses, abs=1e-9)
+    once = rl.area_losses(model, found, ids, seeds=iter([0]), progress=False)
+    assert {p.score for p in once.points} == {f"area {a}{of}" for a in range(2) for of in ("", ", random 0")}
 
 
 def test_areas_that_there_are_not(scores: dict[str, rl.BandScores], model: Any):
@@ -209,3 +231,7 @@ def test_areas_that_there_are_not(scores: dict[str, rl.BandScores], model: Any):
         rl.areas(scores["entropy"], 13)
     with pytest.raises(ValueError, match="expected an area from 0 to 1, got 2"):
         rl.areas(scores["entropy"], 2).heads(2)
+    bands = scores["entropy"].bands
+    slower = replace(bands, inv_freq=bands.inv_freq * torch.tensor([[1.0], [0.25]]).double())
+    with pytest.raises(ValueError, match="share one ladder of frequencies, but band 0 of layer 1 has"):
+        rl.areas(replace(scores["entropy"], bands=slower), 2)

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from double import Double
+from families import WINDOW
 
 from attention_only import attention_only
 from ropelens.circuits.frozen import freeze
@@ -175,6 +176,24 @@ def test_a_head_that_looks_back_one_token_is_positional(ids):
     assert found.positional[0, 0] > 0.8  # not 1: the first queries have fewer keys to choose from
     assert found.positional[0, 1] < 0.5
     assert found.n_positional() == 1
+
+
+def test_behind_a_window_uniform_attention_is_over_the_keys_in_it():
+    model, ids = tiny.plain("mistral"), tiny.ids(batch=2, pos=3 * WINDOW)
+    host = host_of(model)
+    patterns = [freeze(host, row[None]).patterns for row in ids]
+    found = path_importance(model, ids, pairs=False).positional
+    for layer in range(host.n_layers):
+        for head in range(found.shape[1]):
+            above: dict[int, list[float]] = {}
+            for of_row in patterns:
+                for p in range(ids.shape[1]):
+                    for i in range(max(0, p - WINDOW + 1), p + 1):
+                        share = float(of_row[layer][0, head, p, i]) - 1 / min(p + 1, WINDOW)
+                        above.setdefault(p - i, []).append(share)
+            explained = sum(sum(some) ** 2 / len(some) for some in above.values())
+            spread = sum(x * x for some in above.values() for x in some)
+            assert float(found[layer, head]) == pytest.approx(explained / spread)
 
 
 def test_bigrams_of_a_direct_path_that_is_made_of_them():

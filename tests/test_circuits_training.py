@@ -15,6 +15,7 @@ from ropelens.circuits import (
     loss_by_position,
     loss_surface,
     phase_change,
+    training,
 )
 from ropelens.circuits.training import steps_of
 
@@ -103,12 +104,34 @@ def test_the_curve_of_a_training(tmp_path):
     torch.testing.assert_close(again.loss, curve.loss, rtol=1e-6, atol=0, equal_nan=True)
     assert again.settings == curve.settings
 
-    # a checkpoint that has been measured is not measured again, others are
-    kept = tmp_path / "kept"
-    learning_curve({0: models[0], 7: models[7]}, ids, out=kept, **options)
-    wrong = {0: models[30], 7: models[30], 30: models[30]}
-    resumed = learning_curve(wrong, ids, out=kept, **options)
-    torch.testing.assert_close(resumed.score, curve.score, rtol=0, atol=1e-12)
+
+def test_what_has_been_measured_of_a_checkpoint_on_a_text_is_not_measured_again(tmp_path, monkeypatch):
+    ids = tiny.ids(batch=3, pos=20)
+    models = {step: attention_only(2, seed=step) for step in (0, 7)}
+    options = {"early": 3, "late": 15, "width": 2, "progress": False}
+    measured: list[object] = []
+    measure = training._measured
+
+    def counted(source, *given):
+        measured.append(source)
+        return measure(models[7] if source == tmp_path else source, *given)
+
+    monkeypatch.setattr(training, "_measured", counted)
+    learning_curve({0: models[0]}, ids, out=tmp_path, **options)
+    both = learning_curve(models, ids, out=tmp_path, **options)
+    assert len(measured) == 2
+    for _ in range(2):  # a folder is told by its name
+        assert torch.equal(learning_curve({7: tmp_path}, ids, out=tmp_path, **options).score, both.score[1:])
+    assert measured == [models[0], models[7], tmp_path]
+
+    # another model at the same step, and the same tokens in another order, are something else
+    other = learning_curve({0: models[7]}, ids, out=tmp_path, **options)
+    assert torch.equal(other.score, both.score[1:])
+    turned = learning_curve({0: models[0]}, ids.flip(1), out=tmp_path, **options)
+    assert len(measured) == 5
+    assert float(turned.loss[0, 1:].mean()) == pytest.approx(
+        float(loss_by_position(models[0], ids.flip(1)).mean[1:].mean())
+    )
 
 
 def test_steps_are_told_by_names(tmp_path):

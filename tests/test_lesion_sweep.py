@@ -17,7 +17,7 @@ from ropelens.hosts.load import has_hooked_transformer, hooked_from
 from ropelens.lesions import Task
 from ropelens.lesions.generating import Chat, generate, token_losses
 from ropelens.lesions.results import NAME, LesionResults, parse
-from ropelens.lesions.sweep import NO_TEMPLATE, TOO_LONG
+from ropelens.lesions.sweep import NO_TEMPLATE, TOO_LONG, _Sweep
 
 HOSTS = ("transformers", "bridge", "hooked") if has_hooked_transformer() else ("transformers", "bridge")
 STORY = "w7 w11 w13 w17"
@@ -286,6 +286,17 @@ def test_turns_too_long_for_the_context_are_skipped(model, tmp_path):
     longer = Task("longer", "continuation", " ".join(["w9"] * 127))
     with pytest.raises(ValueError, match="'longer': its prompt of 129 tokens leaves no room"):
         rl.lesion_sweep(model, [longer], out=tmp_path / "b", **QUICK)
+
+
+def test_a_long_text_does_not_keep_the_others_of_its_batch_from_their_turns(model):
+    settings = {"temperature": 0, "introspect": True, "correct": True, "answer_tokens": 4, "max_tokens": 6}
+    sweep = _Sweep(host_of(model), Chat(model.tokenizer), frozenset({2}), settings, None, 2)  # pyright: ignore
+    short, long = [9, 10, 11], [9] * 115
+    found = sweep._turns(TASKS[0], [long, short], [0, 1])
+    alone = sweep._turns(TASKS[0], [short], [1])
+    for turn in ("introspection", "correction"):
+        assert found[turn] == [{"skipped": TOO_LONG}, alone[turn][0]]
+        assert "text" in alone[turn][0]
 
 
 def test_a_lesion_can_be_lifted_before_the_turns(model, tmp_path):

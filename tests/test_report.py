@@ -373,6 +373,7 @@ def test_lowest_heads_come_with_the_bands_that_lower_them() -> None:
     assert (second.layer, second.head, second.drop) == (0, 1, pytest.approx(-0.7))
     assert [share for _, share in second.carriers] == pytest.approx([0.75, 0.25])
     assert [(s.layer, s.head) for s in lowest_heads(entropy_of(values), 1, layer=0)] == [(0, 1)]
+    assert [(s.layer, s.head) for s in lowest_heads(entropy_of(values), 8, layer=1)] == [(1, 0), (1, 1)]
     assert lowest_heads(entropy_of(torch.zeros(1, 1, 2).double()), 1)[0].carriers == ()
     with pytest.raises(ValueError, match=r"^expected entropy scores, got activation: measure with band_ent"):
         lowest_heads(example_scores("activation"), 1)
@@ -411,6 +412,7 @@ def test_heads_to_split_are_the_strongest_of_each_kind_and_the_sharpest_of_each_
     assert set(choose_heads(entropy_of(values), frame, 12)) == {(a, b) for a in range(4) for b in range(3)}
     assert strongest <= set(choose_heads(entropy_of(values), frame, len(strongest)))
     assert set(choose_heads(entropy_of(values), None, 4)) == sharpest
+    assert set(choose_heads(replace(entropy_of(-values), metric="activation"), None, 4)) == sharpest
 
 
 # Measuring ----------------------------------------------------------------------------------------------

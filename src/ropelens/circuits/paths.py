@@ -14,6 +14,7 @@ from ropelens.circuits.frozen import Frozen, freeze
 from ropelens.circuits.learning import clustered_stderr, loss_by_position, single_documents, token_losses
 from ropelens.data import Windows
 from ropelens.hosts import host_of
+from ropelens.hosts.masks import visible_keys
 from ropelens.hosts.weights import ends
 
 if TYPE_CHECKING:
@@ -122,8 +123,9 @@ def path_importance(
     importance analysis"; there, orders are run one after the other with frozen patterns, with the same
     result.
 
-    A head's `positional` share is of how its pattern, on these windows, differs from uniform attention:
-    the part of the sum of squares of that difference that a function of the offset alone explains.
+    A head's `positional` share is of how its pattern, on these windows, differs from uniform attention to
+    the keys that it can see: the part of the sum of squares of that difference that a function of the
+    offset alone explains.
 
     Args:
         model: A HookedTransformer, a TransformerBridge or a transformers model.
@@ -165,7 +167,8 @@ def path_importance(
         residual = max(residual, float(row["residual"]))
         size = max(float(x.abs().max()) for x in held.other) / float(held.last.abs().max())
         other = max(other, size)
-        ours = torch.stack([_by_offset(p) for p in held.patterns])
+        layers = zip(held.patterns, host.certificate.layers, strict=True)
+        ours = torch.stack([_by_offset(p, spec.window) for p, spec in layers])
         sums = ours if sums is None or ours.shape != sums.shape else sums + ours
     assert sums is not None
     explained = (sums[..., 0].square() / sums[..., 2].clamp(min=1)).sum(-1)
@@ -240,13 +243,13 @@ def _loss(held: Frozen, logits: Float64[Tensor, "batch pos token"]) -> Float64[T
     return token_losses(logits, held.ids)[:, 1:].mean()
 
 
-def _by_offset(attention: Float64[Tensor, "batch head query key"]) -> Float64[Tensor, "head offset 3"]:
-    """Sums, by offset, of the attention above uniform, of its square, and of ones."""
+def _by_offset(
+    attention: Float64[Tensor, "batch head query key"], window: int | None
+) -> Float64[Tensor, "head offset 3"]:
+    """Sums, by offset, of the attention above uniform over visible keys, of its square, and of ones."""
     n = attention.shape[-1]
-    visible = torch.ones(n, n, dtype=torch.bool, device=attention.device).tril()
-    above = (attention - 1 / torch.arange(1, n + 1, device=attention.device)[:, None]).masked_fill(
-        ~visible, 0
-    )
+    visible = visible_keys(n, window, attention.device)
+    above = (attention - 1 / visible.sum(1, keepdim=True)).masked_fill(~visible, 0)
     offset = (torch.arange(n)[:, None] - torch.arange(n))[visible].to(attention.device)
     flat = above[..., visible]
     parts = torch.stack([flat.sum(0), flat.square().sum(0), torch.full_like(flat[0], len(flat))], -1)

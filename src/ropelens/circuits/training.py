@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -203,7 +204,8 @@ def learning_curve(
         late: Position of the in-context-learning score.
         width: Average the losses of the score over so many positions on either side too.
         n_band_windows: How many of the windows the bands are measured on.
-        out: A folder that keeps what has been measured: an interrupted call goes on from there.
+        out: A folder that keeps what has been measured of each checkpoint on this text: an interrupted
+            call goes on from there.
         progress: Whether to show a bar that counts checkpoints.
 
     Returns:
@@ -225,12 +227,14 @@ def learning_curve(
     from tqdm import tqdm
 
     found = steps_of(checkpoints)
-    ids = torch.stack([row for row, _ in single_documents(windows)])
+    documents = list(single_documents(windows))
+    ids = torch.stack([row for row, _ in documents])
     settings = {"early": early, "late": late, "width": width, "windows": list(ids.shape)}
-    digest = f"{int(ids.sum())}-{early}-{late}-{width}-{n_band_windows}"
+    text = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    asked = [text, [name for _, name in documents], early, late, width, n_band_windows]
     rows = []
     for step, source in tqdm(found.items(), desc="checkpoints", disable=not progress):
-        file = None if out is None else Path(out) / f"{step}.{digest}.safetensors"
+        file = None if out is None else Path(out) / f"{step}.{_digest(source, asked)}.safetensors"
         if file is None or not file.exists():
             row = _measured(source, windows, ids[:n_band_windows], early, late, width)
             if file is not None:
@@ -395,6 +399,15 @@ def _slope(steps: Any, done: Any, end: float) -> float:
 
     after = steps >= end
     return float(np.polyfit(np.log2(steps[after]), done[after], 1)[0]) if after.sum() >= 2 else float("nan")
+
+
+def _digest(source: Any, asked: list[Any]) -> str:
+    """Returns what tells a measurement from those of other checkpoints, texts and settings."""
+    if isinstance(source, str | Path):
+        checkpoint: Any = str(Path(source).resolve()) if Path(source).exists() else str(source)
+    else:
+        checkpoint = host_of(source).fingerprint
+    return hashlib.sha256(json.dumps([checkpoint, *asked]).encode()).hexdigest()[:24]
 
 
 def _measured(

@@ -17,7 +17,7 @@ from ropelens.hosts import host_of
 from ropelens.interventions.ablate import Mode
 from ropelens.interventions.curve import ablation_losses
 from ropelens.interventions.selecting import bands_where
-from ropelens.scores import BandScores
+from ropelens.scores import BandScores, same_model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,7 @@ def agreement(
         heads with replacement), slope, intercept, spearman. NaN where one of them does not vary.
 
     Raises:
-        ValueError: If there are fewer than two scores, or they are not of the same bands.
+        ValueError: If there are fewer than two scores, or they are not of the same bands or model.
 
     Example:
         ```python
@@ -57,6 +57,8 @@ def agreement(
         why = found.bands.differs_from(first.bands) if same_shape else "numbers of heads or bands"
         if why:
             raise ValueError(f"expected scores of the same bands, but those of {name!r} differ: {why}")
+        if found.model and first.model and (why := same_model(first.model, found.model)):
+            raise ValueError(f"expected scores of one model, but those of {name!r} are of another ({why})")
     importance = {name: found.importance(normalize) for name, found in scores.items()}
     rng = np.random.default_rng(seed)
     rows = []

@@ -76,7 +76,7 @@ def areas(scores: BandScores, n: int) -> Areas:
         The group of every head.
 
     Raises:
-        ValueError: If n is not from 2 to the number of heads.
+        ValueError: If n is not from 2 to the number of heads, or layers have other frequencies.
 
     Example:
         ```python
@@ -89,6 +89,14 @@ def areas(scores: BandScores, n: int) -> Areas:
     n_layers, n_heads, n_bands = scores.values.shape
     if not 2 <= n <= n_layers * n_heads:
         raise ValueError(f"expected from 2 to {n_layers * n_heads} areas, one a head, got {n}")
+    longest = scores.bands.wavelength[scores.bands.exists.sum(1).argmax()]
+    apart = (scores.bands.wavelength / longest - 1).abs() > 1e-3  # False where a layer has no such band
+    if apart.any():
+        layer, band = apart.nonzero()[0].tolist()
+        raise ValueError(
+            f"expected layers that share one ladder of frequencies, but band {band} of layer {layer} has "
+            f"another wavelength than elsewhere: profiles of such layers do not compare band by band"
+        )
     size = scores.values.abs().nan_to_num(0.0).flatten(0, 1)
     total = size.sum(1, keepdim=True)
     share = torch.where(total > 0, size / total, 1 / n_bands)
@@ -98,7 +106,6 @@ def areas(scores: BandScores, n: int) -> Areas:
     profiles = torch.stack([share[found == area].mean(0) for area in range(n)])
     order = (profiles @ torch.arange(n_bands).double()).argsort()
     labels = order.argsort()[found].reshape(n_layers, n_heads)
-    longest = scores.bands.wavelength[scores.bands.exists.sum(1).argmax()]
     return Areas(labels, profiles[order], longest)
 
 
@@ -136,7 +143,7 @@ def area_losses(
         ```
     """
     host = host_of(model)
-    whole = whole_mask(host)
+    whole, seeds = whole_mask(host), list(seeds)
     if found.labels.shape != whole.shape[:2]:
         raise ValueError(
             f"expected areas of {list(whole.shape[:2])} [layer, head], got {list(found.labels.shape)}: they "

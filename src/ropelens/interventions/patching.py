@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropelens.hosts import Edit, LayerSpec, host_of
 from ropelens.hosts.tokens import tokens_of
-from ropelens.interventions.selecting import by_key_head, checked_mask
+from ropelens.interventions.selecting import by_key_head, checked_mask, whole_mask
 
 
 @contextmanager
@@ -37,7 +37,8 @@ def patch_bands(
         model: A HookedTransformer, a TransformerBridge or a transformers model.
         clean: Strings, or token ids.
         mask: Which bands; from `bands_where`, say.
-        rest: Whether to take the unrotated dims too, of heads all of whose bands are taken.
+        rest: Whether to take the unrotated dims too, of heads all of whose bands are taken; of layers
+            without bands, where the mask takes every band that there is.
         queries: Whether to put queries in.
         keys: Whether to put keys in; heads of a group must then agree, see `share_groups`.
         attention_mask: For token ids: nonzero where a token is real.
@@ -60,6 +61,7 @@ def patch_bands(
         raise ValueError("expected queries or keys to patch, got neither")
     groups = by_key_head(host, mask, "patch_bands") if keys else []
     tokens = tokens_of(host, clean, attention_mask, tokenizer)
+    everything = torch.equal(mask, whole_mask(host))
     kept: dict[tuple[str, int], Tensor] = {}
 
     def keep(name: str, layer: int) -> Edit:
@@ -72,10 +74,11 @@ def patch_bands(
     q_edits: dict[int, Edit] = {}
     k_edits: dict[int, Edit] = {}
     for layer, spec in enumerate(host.certificate.layers):
-        of_queries = _dims(spec, mask[layer], rest)
+        with_rest = rest and (everything or len(spec.rotation.pairs) > 0)
+        of_queries = _dims(spec, mask[layer], with_rest)
         if queries and of_queries.any():
             q_edits[layer] = _put("queries", layer, of_queries, kept)
-        if keys and (of_keys := _dims(spec, groups[layer], rest)).any():
+        if keys and (of_keys := _dims(spec, groups[layer], with_rest)).any():
             k_edits[layer] = _put("keys", layer, of_keys, kept)
     with (
         torch.no_grad(),

@@ -255,8 +255,11 @@ class AblationCurve:
 def _clustered(
     sums: Float64[Tensor, "row document"], counts: Int64[Tensor, " document"]
 ) -> tuple[Float64[Tensor, " row"], Float64[Tensor, " row"]]:
-    """Returns sums over counts, and the standard error of that ratio with documents as draws."""
-    total, n = counts.sum(), len(counts)
+    """Returns sums over counts, and the standard error of that ratio with documents as draws.
+
+    Documents without a token here, as beyond the end of a short one, are no draws; NaN of fewer than two.
+    """
+    total, n = counts.sum(), int((counts > 0).sum())
     mean = sums.sum(1) / total
     spread = (sums - mean[:, None] * counts).square().sum(1)
     return mean, (spread * n / (n - 1)).sqrt() / total if n > 1 else torch.full_like(mean, torch.nan)

@@ -161,12 +161,13 @@ def _chosen(host: Host, bands: str | Iterable[int]) -> Bool[Tensor, "layer band"
         return chosen & exists
     end, _, amount = bands.partition(":")
     number = amount.removesuffix("%")
-    if end not in ("fastest", "slowest") or not number.replace(".", "", 1).isdecimal():
+    whole = number.replace(".", "", 1) if amount.endswith("%") else number
+    if end not in ("fastest", "slowest") or not whole.isdecimal():
         raise ValueError(f'expected bands as "fastest:12", "slowest:20%" or indices, got {bands!r}')
     mask = torch.zeros_like(exists)
     for layer, row in enumerate(host.bands.inv_freq):
         n = int(exists[layer].sum())
-        count = round(float(number) / 100 * n) if amount.endswith("%") else int(float(number))
+        count = round(float(number) / 100 * n) if amount.endswith("%") else int(number)
         if count > n and n:
             raise ValueError(f"expected at most {n} bands, as many as layer {layer} has, got {bands!r}")
         slow_last = torch.where(exists[layer], row, -1.0).argsort(descending=True, stable=True)[:n]

@@ -323,13 +323,17 @@ class _Sweep:
             for talk in talks:
                 talk.append({"role": "user", "content": question})
             prompts = [self.chat.prompt(talk) for talk in talks]
-            if self._room(max(map(len, prompts))) < n_tokens:
-                found[name] = [{"skipped": TOO_LONG} for _ in texts]
+            fits = [self._room(len(prompt)) >= n_tokens for prompt in prompts]
+            found[name] = [{"skipped": TOO_LONG} for _ in texts]
+            if not any(fits):
                 continue
-            answers = [self.chat.text(ids) for ids in self._generate(prompts, n_tokens, seeds)]
-            found[name] = [{"text": answer} for answer in answers]
-            for talk, answer in zip(talks, answers, strict=True):
-                talk.append({"role": "assistant", "content": answer})
+            # The lesion is on as many rows as there are texts: one that does not fit only holds its place.
+            place = prompts[fits.index(True)]
+            held = [prompt if fit else place for prompt, fit in zip(prompts, fits, strict=True)]
+            for row, ids in enumerate(self._generate(held, n_tokens, seeds)):
+                if fits[row]:
+                    found[name][row] = {"text": self.chat.text(ids)}
+                    talks[row].append({"role": "assistant", "content": found[name][row]["text"]})
         return found
 
     def _readings(

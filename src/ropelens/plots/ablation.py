@@ -47,7 +47,9 @@ def ablation_curves(frame: Any, top: float | int | None = None) -> go.Figure:
             hovertemplate="%{customdata}<br>%{x:.0%} removed: %{y:.3f} nats<extra></extra>",
         )
         shown.add((family, str(scope)))
-    figure.update_layout(template=TEMPLATE, title="Loss as the lowest-ranked bands are removed")
+    ranked = (frame["scope"] != "mask").all()
+    title = "Loss as the lowest-ranked bands are removed" if ranked else "Loss without bands"
+    figure.update_layout(template=TEMPLATE, title=title)
     figure.update_xaxes(title="fraction of bands removed", tickformat=".0%")
     low = float(frame["loss"].min())
     figure.update_yaxes(

@@ -150,11 +150,12 @@ def choose_heads(entropy: BandScores, scores: Any = None, n: int = N_HEADS) -> l
     """Returns heads worth looking at: the strongest of each kind, the sharpest of each layer, the sharpest.
 
     Args:
-        entropy: Of the model.
+        entropy: Of the model; of another metric, the heads of the largest sums are taken for the sharpest.
         scores: The table of `HeadScores.to_frame`, if there is one.
         n: How many, if the model has as many.
     """
     drop = entropy.values.nansum(-1) + entropy.rest
+    drop = drop if entropy.metric == "entropy" else -drop
     n_heads = drop.shape[1]
     chosen: list[tuple[int, int]] = []
     if scores is not None:

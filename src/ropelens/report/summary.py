@@ -45,7 +45,7 @@ def lowest_heads(
     drop = bands.nansum(-1) + rest
     if layer is not None:
         others = torch.arange(len(drop)) != layer
-        drop = drop.masked_fill(others[:, None], torch.inf)
+        drop, n = drop.masked_fill(others[:, None], torch.inf), min(n, drop.shape[1])
     found = []
     for place in drop.flatten().argsort(stable=True)[:n].tolist():
         row, head = divmod(place, drop.shape[1])

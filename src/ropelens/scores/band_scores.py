@@ -39,7 +39,7 @@ class BandScores:
         n_queries: Counted queries, the same for every layer.
         n_pairs: Visible (query, key) pairs per layer; sliding windows make layers differ.
         n_tokens: Tokens that are no padding.
-        n_documents: Documents, the units of `stderr`.
+        n_documents: Documents, the units of `stderr`; where `collect` cut them, each piece in a window.
         residual: The worst row's failure to add up, in the metric's unit; None if not measured.
         bound: A certified bound of the error of `values`; None if the method is exact.
         rest_squares: `squares` for `rest`.
