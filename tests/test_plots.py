@@ -2,6 +2,7 @@
 
 import math
 
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from ropelens.bands import Bands, pair_dims
 from ropelens.plots import (
     TEMPLATE,
+    ablation_curves,
     attribution_heatmap,
     band_heatmap,
     band_spectrum,
@@ -202,3 +204,11 @@ def test_shares_by_position_leave_empty_spans_out() -> None:
     assert list(figure.data[0].x) == ["0+", "64+"]
     with pytest.raises(ValueError, match="2 spans and 2 ranges"):
         shares_by_position(shares, edges=(32,), names=("fast", "slow"))
+
+
+def test_masks_of_ones_own_are_not_said_to_be_ranked() -> None:
+    frame = pd.DataFrame({"score": ["a", "a"], "scope": "mask", "fraction": [0, 0.5], "loss": [3.0, 4.0]})
+    frame["stderr"] = 0.1
+    assert ablation_curves(frame).layout.title.text == "Loss without bands"
+    ranked = ablation_curves(frame.assign(scope="model")).layout.title.text
+    assert ranked == "Loss as the lowest-ranked bands are removed"
