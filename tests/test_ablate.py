@@ -15,7 +15,6 @@ from ropelens.hosts.load import hooked_from
 from ropelens.interventions.ablate import MODES
 from ropelens.interventions.selecting import checked_mask
 
-HOSTS = ["transformers", "bridge", pytest.param("hooked", marks=tiny.needs_hooked)]
 HEADS, GROUP, BANDS = 6, 3, 4
 # HookedTransformer keeps its tables of cos and sin in single precision, whatever Double does.
 ATOL = {"transformers": 1e-9, "bridge": 1e-9, "hooked": 1e-5}
@@ -68,11 +67,8 @@ def by_hand(model: Any, mask: torch.Tensor, point: str, value: Any) -> list[tupl
 # Modes, by their definitions -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("family", ["llama", "glm"])
+@pytest.mark.parametrize(("family", "host"), tiny.carried("llama", "glm"))
 def test_zero_is_zeros_in_the_post_rotary_queries(host: str, family: str):
-    if (host, family) == ("hooked", "glm"):
-        pytest.skip("HookedTransformer has no GLM")
     model, bridge, ids, mask = make(host, family), make("bridge", family), tiny.ids(), some()[..., :BANDS]
     mask = mask[..., : rl.Bands.of(model).n_bands]
     with Double(), torch.no_grad():
@@ -109,7 +105,7 @@ def test_a_head_without_bands_attends_evenly():
 
 
 @pytest.mark.parametrize("mode", ["zero", "derotate", "keys"])
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_nothing_taken_away_changes_no_bit(host: str, mode: Any):
     model, ids = make(host), tiny.ids()
     bare = logits(model, ids)
@@ -146,7 +142,7 @@ def test_derotated_bands_score_what_they_hold(family: str):
     assert (found - bare["blocks.0.attn.hook_attn_scores"])[..., visible].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_mean_is_the_mean_before_the_rotation(host: str):
     model, bridge, mask = make(host), make("bridge"), some()
     texts, ids = tiny.ids(3, 20, seed=5), tiny.ids()
@@ -167,7 +163,7 @@ def test_mean_is_the_mean_before_the_rotation(host: str):
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=ATOL[host])
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_keys_without_bands_do_as_queries_without_them(host: str):
     model, ids, mask = make(host), tiny.ids(), some(groups=True)
     with rl.ablate(model, mask):
@@ -184,7 +180,7 @@ def test_keys_without_bands_do_as_queries_without_them(host: str):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_a_padded_text_is_ablated_as_alone(host: str, mode: Any):
     model, ids = make(host), tiny.ids(2, 12)
     pads = torch.ones_like(ids)
@@ -197,7 +193,7 @@ def test_a_padded_text_is_ablated_as_alone(host: str, mode: Any):
 
 @pytest.mark.filterwarnings(CACHE)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_generation_is_the_same_with_a_cache(host: str, mode: Any):
     model, ids = make(host), tiny.ids(1, 10)
     means = rl.band_means(model, tiny.ids(2, 16, seed=3)) if mode == "mean" else None
@@ -213,7 +209,7 @@ def test_generation_is_the_same_with_a_cache(host: str, mode: Any):
     assert not torch.equal(bare, cached)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_blocks_nest(host: str):
     model, ids, a, b = make(host), tiny.ids(), some(seed=1), some(seed=2)
     with rl.ablate(model, a | b):
@@ -225,7 +221,7 @@ def test_blocks_nest(host: str):
         assert torch.equal(logits(model, ids), expected)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_an_error_inside_leaves_nothing_behind(host: str):
     model, ids = make(host), tiny.ids()
     bare = logits(model, ids)

@@ -17,9 +17,8 @@ from double import Double
 
 import ropelens as rl
 from ropelens.hosts import host_of
-from ropelens.hosts.load import has_hooked_transformer, hooked_from
+from ropelens.hosts.load import hooked_from
 
-HOSTS = ("transformers", "bridge", *(("hooked",) if has_hooked_transformer() else ()))
 RENAMED = "ignore:`past_key_values` is deprecated:FutureWarning"  # by the bridge itself
 LONG = {"max_position_embeddings": 8192}
 
@@ -31,10 +30,6 @@ def on(host: str, plain: Any) -> Any:
 
 
 def made(family: str, host: str, dtype: torch.dtype = torch.float32) -> Any:
-    if host in families.FAMILIES[family].refused or (host == "hooked" and family in ("phi", "cohere")):
-        pytest.skip("a family that this host does not carry")
-    if any(name.startswith(host) for name in families.FAMILIES[family].refused):
-        pytest.skip("a family that this host does not carry")
     return on(host, tiny.plain(family, dtype=dtype))
 
 
@@ -52,8 +47,9 @@ def any_frequencies(bands: rl.Bands, seed: int = 0) -> torch.Tensor:
     return torch.where(bands.exists, new.double(), math.nan)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("family", ["llama", "yarn", "gemma3", "phi", "gptj", "smollm3"])
+@pytest.mark.parametrize(
+    ("family", "host"), tiny.carried("llama", "yarn", "gemma3", "phi", "gptj", "smollm3")
+)
 def test_the_original_frequencies_change_no_bit_and_others_are_those_that_it_turns_with(
     family: str, host: str
 ):
@@ -83,7 +79,7 @@ def test_all_hosts_turn_alike_beyond_2048_positions():
         for weight in plain.parameters():
             weight.mul_(5 if weight.ndim > 1 else 1)
     ids, logits = tiny.ids(1, 2200), []
-    for host in HOSTS:
+    for host in tiny.HOSTS:
         model = on(host, copy.deepcopy(plain))
         bands = rl.Bands.of(model)
         with torch.no_grad(), rl.frequencies(model, any_frequencies(bands)):
@@ -99,8 +95,7 @@ def test_all_hosts_turn_alike_beyond_2048_positions():
         torch.testing.assert_close(other, logits[0], rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize(("family", "host"), tiny.carried("llama", "gpt_neox"))
 @pytest.mark.filterwarnings(RENAMED)
 def test_generation_with_a_cache_is_that_without(host: str, family: str):
     model: Any = made(family, host, dtype=torch.float64)
@@ -174,7 +169,7 @@ def hooks_on(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_blocks_nest_and_end_after_an_error(host: str):
     model, ids = made("llama", host), tiny.ids()
     bands, hooks = rl.Bands.of(model), hooks_on(model)
@@ -196,7 +191,7 @@ def test_blocks_nest_and_end_after_an_error(host: str):
     assert hooks_on(model) == hooks
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_scores_inside_are_of_the_new_bands(host: str):
     model, ids = made("llama", host), tiny.ids()
     bands = rl.Bands.of(model)
@@ -210,7 +205,7 @@ def test_scores_inside_are_of_the_new_bands(host: str):
         inside.merge(rl.band_entropy(model, ids, tol=1e-9))
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_a_measurement_that_began_outside_is_refused(host: str):
     model, ids = made("llama", host), tiny.ids()
     new = any_frequencies(rl.Bands.of(model))
@@ -272,7 +267,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor,
         return folder, new, run(model, tiny.ids())
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_frequencies_set_for_good_come_back_with_the_model(saved: Any, host: str):
     folder, new, logits = saved
     assert json.loads((folder / "config.json").read_text())["ropelens_inv_freq"] == new.tolist()

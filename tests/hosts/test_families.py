@@ -15,20 +15,10 @@ from families import D_HEAD, FAMILIES, WINDOW
 
 import ropelens as rl
 from ropelens.hosts import Certificate, host_of
-from ropelens.hosts.load import has_hooked_transformer, hooked_from
+from ropelens.hosts.load import hooked_from
 
-HOSTS = ("transformers", "bridge", "hooked") if has_hooked_transformer() else ("transformers", "bridge")
-MATRIX = [(family, host) for host in HOSTS for family in FAMILIES]
-
-
-def refusal(family: str, host: str) -> str | None:
-    """The sentence with which this host must refuse this family; None if it carries it."""
-    key = host if host != "bridge" else f"bridge {3 if has_hooked_transformer() else 4}"
-    return FAMILIES[family].refused.get(key)
-
-
-CARRIED = [pair for pair in MATRIX if refusal(*pair) is None]
-REFUSED = [pair for pair in MATRIX if refusal(*pair) is not None]
+CARRIED = tiny.carried(*FAMILIES)
+REFUSED = [(family, host) for host in tiny.HOSTS for family in FAMILIES if tiny.refusal(family, host)]
 
 
 def make(family: str, host: str) -> Any:
@@ -91,7 +81,7 @@ def test_attention_is_far_from_uniform(family: str, host: str):
 
 @pytest.mark.parametrize(("family", "host"), [pair for pair in CARRIED if pair[1] != "transformers"])
 def test_all_hosts_measure_the_same(family: str, host: str):
-    other = "bridge" if refusal(family, "transformers") else "transformers"
+    other = "bridge" if tiny.refusal(family, "transformers") else "transformers"
     ours, theirs = measured(family, host), measured(family, other)
     # HookedTransformer turns by float64 angles, the others by float32 buffers: at position 24 that is
     # 24 * 2**-24 of an angle, and as much of scores of up to 25. Float32 throughout costs more.
@@ -107,7 +97,7 @@ def test_all_hosts_measure_the_same(family: str, host: str):
 
 @pytest.mark.parametrize(("family", "host"), REFUSED)
 def test_what_a_host_gets_wrong_is_refused_in_one_sentence(family: str, host: str):
-    expected = refusal(family, host)
+    expected = tiny.refusal(family, host)
     assert expected is not None
     pattern = re.escape(expected).replace(re.escape("{number}"), r"\d\.\de[+-]\d\d")
     with pytest.raises(ValueError, match=f"^{pattern}$"):
@@ -115,5 +105,5 @@ def test_what_a_host_gets_wrong_is_refused_in_one_sentence(family: str, host: st
 
 
 def test_every_family_is_carried_by_some_host_or_by_none_for_a_reason():
-    nowhere = {family for family in FAMILIES if all(refusal(family, host) for host in HOSTS)}
+    nowhere = {family for family in FAMILIES if all(tiny.refusal(family, host) for host in tiny.HOSTS)}
     assert nowhere == {"deepseek", "hunyuan"}  # MLA, and a norm after the rotation

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from double import Double
-from test_families import HOSTS, make
+from test_families import make
 from torch import Tensor
 
 import ropelens as rl
@@ -27,7 +27,7 @@ CASES = [
         ("hooked", ("llama", "gpt_oss")),
     )
     for family in families
-    if host in HOSTS
+    if host in tiny.HOSTS
 ]
 pytestmark = pytest.mark.filterwarnings(RENAMED)
 
@@ -105,7 +105,7 @@ def test_a_padded_batch_in_passes_measures_as_in_one(family: str, host: str):
     assert expected["entropy"].n_documents == 3
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_pads_on_the_right_in_passes_measure_as_in_one(host: str):
     model, ids = make("llama", host), tiny.ids(3, 12)
     mask = torch.ones_like(ids)
@@ -124,7 +124,7 @@ def generated(model: Any, host: str, ids: Tensor, mask: Tensor) -> Tensor:
     return model.generate(ids, use_past_kv_cache=True, return_type="tokens", **settings, **extra)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_generation_is_measured_as_its_final_text(host: str):
     """But for the last token, which is never put in."""
     model, ids = make("mistral", host), tiny.ids(2, 6)
@@ -150,7 +150,7 @@ def test_generation_from_a_padded_batch_is_measured_as_its_final_texts():
         assert_same(seen.scores, whole(model, text, mask))
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_a_cache_from_before_the_block_is_refused(host: str):
     model, ids = make("llama", host), tiny.ids(1, 8)
     host_of(model)  # a bridge's cache works from here on

@@ -10,7 +10,6 @@ import families
 import pytest
 import tiny
 import torch
-from test_families import HOSTS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,7 +33,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", tiny.HOSTS)
 def test_a_128k_context_costs_no_table_of_its_square(host: str):
     from transformers import MistralConfig, MistralForCausalLM
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from double import Double
-from test_families import HOSTS, make
+from test_families import make
 from torch import Tensor
 
 import ropelens as rl
@@ -17,7 +17,7 @@ from ropelens.hosts import host_of
 LENGTHS = (14, 9, 3)
 CASES = [
     (family, host)
-    for host in HOSTS
+    for host in tiny.HOSTS
     for family in ("llama", "gpt_neox", "gpt_oss", "gemma3")
     if not (host == "hooked" and family == "gemma3")
 ]

@@ -14,10 +14,22 @@ needs_hooked = pytest.mark.skipif(
     not has_hooked_transformer(), reason="transformer-lens 4 has no HookedTransformer"
 )
 
+HOSTS = ("transformers", "bridge", *(("hooked",) if has_hooked_transformer() else ()))
 VOCAB = 61
 # Those on which all metrics are tried, and those on which the plain transformers host is tried further.
 FAMILIES = ("llama", "llama3", "mistral", "gemma2", "phi", "glm")
 MORE_FAMILIES = ("gpt_oss", "gemma3", "qwen3", "olmo2", "smollm3", "gpt_neox", "gptj")
+
+
+def refusal(family: str, host: str) -> str | None:
+    """The sentence with which this host must refuse this family; None if it carries it."""
+    key = host if host != "bridge" else f"bridge {3 if has_hooked_transformer() else 4}"
+    return families.FAMILIES[family].refused.get(key)
+
+
+def carried(*names: str) -> list[tuple[str, str]]:
+    """Each of these families with each host that carries it."""
+    return [(family, host) for host in HOSTS for family in names if refusal(family, host) is None]
 
 
 def plain(family: str, seed: int = 0, dtype: torch.dtype = torch.float64, attention: str = "eager") -> Any:
