@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ropelens.lesions import code
 from ropelens.lesions.code import code_in, read_code
 from ropelens.lesions.readings import (
     edit_distance,
@@ -185,6 +186,20 @@ def test_code_writes_no_files(tmp_path: Path):
         found = read_code(f"def f(x):\n    {write}\n    return 4\n", CHECK)
         assert (found.passes, found.failure) == (False, "exception")
         assert not path.exists()
+
+
+def test_code_runs_where_memory_cannot_be_limited(monkeypatch: pytest.MonkeyPatch):
+    without = """
+import resource as limits
+own = limits.setrlimit
+def limit(kind, ends):
+    if kind == limits.RLIMIT_AS:
+        raise ValueError("current limit exceeds maximum limit")
+    own(kind, ends)
+limits.setrlimit = limit
+"""
+    monkeypatch.setattr(code, "_BEFORE", without + code._BEFORE)
+    assert read_code("def one():\n    return 1", "assert one() == 1").passes
 
 
 def test_nothing_runs_when_it_should_not():

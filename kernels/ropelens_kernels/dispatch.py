@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,8 +20,26 @@ from ropelens_kernels.results import ActivationResult, AttributionResult, Entrop
 
 SINGLE = 1e-5  # tolerances below this are out of float32's reach: compute in float64
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@torch.no_grad()
+
+def _undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps gradients off, and autocast, under which matmuls of float32 would be in half precision."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_undisturbed
 def activation(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -74,7 +96,7 @@ def activation(
     return _activation.activation(inputs, tol, method, fused, split_first, checked_edges(edges, q.shape[1]))
 
 
-@torch.no_grad()
+@_undisturbed
 def norm_product(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -124,7 +146,7 @@ def norm_product(
     return _activation.norm_product(inputs, split_first, checked_edges(edges, q.shape[1]))
 
 
-@torch.no_grad()
+@_undisturbed
 def entropy(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -204,7 +226,7 @@ def entropy(
     return _entropy.entropy(inputs, tol, split_first, first_rule, edges, compiled)
 
 
-@torch.no_grad()
+@_undisturbed
 def attribution(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],

@@ -91,3 +91,15 @@ def test_results_carry_no_gradient():
     out = rk.entropy(q, k, pairs=HALF(8), scale=0.5)
     assert not out.values.requires_grad
     assert out.values.dtype == torch.float64
+
+
+@pytest.mark.parametrize("method", ["pairwise", "sorted", "harmonic"])
+def test_autocast_takes_no_digit(method):
+    q, k = sample(query=70, key=70, dtype=torch.float32)
+    case = {"pairs": HALF(8), "scale": 0.5, "edges": (32,)}
+    expected = rk.activation(q, k, method=method, **case), rk.entropy(q, k, **case)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rk.activation(q, k, method=method, **case), rk.entropy(q, k, **case)
+    for mine, its in zip(found, expected, strict=True):
+        assert torch.equal(mine.values, its.values)
+        assert torch.equal(mine.by_position, its.by_position)

@@ -38,6 +38,41 @@ def test_kernels_compile_ahead_without_spills():
         assert line["shared"] <= 64 * 1024, line
 
 
+def test_launches_go_to_the_tensors_device_whatever_their_number(monkeypatch):
+    from ropelens_kernels.fused import activation as planes
+    from ropelens_kernels.fused import entropy as rows
+
+    on, launched = [], []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            on.append(self.tensor)
+
+        def __exit__(self, *error):
+            on.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda first, *rest, **options: launched.append((grid, on[-1:] and on[-1] is first))
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    for module, name in ((planes, "pairs_kernel"), (planes, "harmonics_kernel"), (rows, "entropy_kernel")):
+        monkeypatch.setattr(module, name, Kernel())
+    many = 2**16  # rows: more than CUDA's grids take on any axis but the first
+    x = torch.zeros(many, 1, 1, 2, 1)
+    planes.pairwise_planes(x, x, 1)
+    planes.block_sums(x, 2)
+    q = x[..., 0]
+    rows.first_rule_rows(q, q, torch.ones(many, 1, dtype=torch.bool), torch.ones(many, 1), 1.0)
+    assert len(launched) == 3
+    for grid, guarded in launched:
+        assert guarded
+        assert max(grid[1:], default=1) < 2**16
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("length", [1, 63, 257, 1000])

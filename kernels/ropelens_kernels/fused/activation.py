@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+# Launches go to the tensors' device, which need not be the current one. The first axis of a grid holds rows
+# and tiles together, since the others end at 65,535.
 WIDTH = 64  # positions in a tile, and in a block of the harmonics
 BANDS = 8  # bands in a program of the harmonics
 
@@ -18,10 +20,11 @@ def pairs_kernel(
 ):  # fmt: skip
     """Sums |q.k| over a tile of queries of one band and the keys they see (NEAR: of their own tile).
 
-    q and k are planes [batch * head, band, 2, time]; time is contiguous. One program per (tile, row of
-    q, band) writes out[row, band, tile].
+    q and k are planes [batch * head, band, 2, time]; time is contiguous. One program per (row of q and
+    tile, band) writes out[row, band, tile].
     """
-    tile, row, band = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    tiles = tl.cdiv(queries, WIDTH)
+    tile, row, band = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
     key_row = (row // heads) * (heads // group) + (row % heads) // group
     place = tl.arange(0, WIDTH)
     p = tile * WIDTH + place
@@ -42,7 +45,7 @@ def pairs_kernel(
         x = tl.abs(q0[:, None] * k0[None, :] + q1[:, None] * k1[None, :])
         distance = position[:, None] - i[None, :]
         total += tl.where((distance >= 0) & (distance < window), x, 0.0)
-    tl.store(out + (row * bands + band) * tl.num_programs(0) + tile, tl.sum(tl.sum(total, 1), 0))
+    tl.store(out + (row * bands + band) * tiles + tile, tl.sum(tl.sum(total, 1), 0))
 
 
 @triton.jit
@@ -51,8 +54,9 @@ def harmonics_kernel(
     M: tl.constexpr, WIDTH: tl.constexpr, BANDS: tl.constexpr,
 ):  # fmt: skip
     """Writes block sums of |x| cos 2j phi and |x| sin 2j phi, j = 0..M: out[term, xy, row, band, block]."""
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    band = tl.program_id(2) * BANDS + tl.arange(0, BANDS)
+    blocks = tl.cdiv(time, WIDTH)
+    block, row = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    band = tl.program_id(1) * BANDS + tl.arange(0, BANDS)
     t = block * WIDTH + tl.arange(0, WIDTH)
     mask = (band[:, None] < bands) & (t[None, :] < time)
     at = x + row * x_row + band[:, None] * x_band + t[None, :]
@@ -62,7 +66,6 @@ def harmonics_kernel(
     inverse = tl.where(size > 0, 1.0 / tl.maximum(size, 1e-37), 0.0)
     turn_cos, turn_sin = (a * a - b * b) * inverse * inverse, 2 * a * b * inverse * inverse
     cos, sin = size, tl.zeros_like(size)
-    blocks = tl.num_programs(0)
     to = out + (row * bands + band) * blocks + block
     inside = band < bands
     for j in range(M + 1):
@@ -78,10 +81,11 @@ def pairwise_planes(q, k, group, window=None, near=False):
     tiles = triton.cdiv(queries, WIDTH)
     out = torch.full((batch * heads, bands, tiles), torch.nan, dtype=torch.float32, device=q.device)
     if bands:
-        pairs_kernel[(tiles, batch * heads, bands)](
-            q, k, out, heads, group, bands, queries, keys, keys - queries, window or keys,
-            *q.stride()[:3], *k.stride()[:3], WIDTH=WIDTH, NEAR=near,
-        )  # fmt: skip
+        with torch.cuda.device_of(q):
+            pairs_kernel[(tiles * batch * heads, bands)](
+                q, k, out, heads, group, bands, queries, keys, keys - queries, window or keys,
+                *q.stride()[:3], *k.stride()[:3], WIDTH=WIDTH, NEAR=near,
+            )  # fmt: skip
     return out.sum(-1, dtype=torch.float64).view(batch, heads, bands)
 
 
@@ -94,9 +98,10 @@ def block_sums(x, m):
         (m + 1, 2, batch * heads, bands, blocks), torch.nan, dtype=torch.float32, device=x.device
     )
     if bands:
-        harmonics_kernel[(blocks, batch * heads, triton.cdiv(bands, BANDS))](
-            x, out, bands, time, *x.stride()[:3], out.stride(1), M=m, WIDTH=WIDTH, BANDS=BANDS
-        )
+        with torch.cuda.device_of(x):
+            harmonics_kernel[(blocks * batch * heads, triton.cdiv(bands, BANDS))](
+                x, out, bands, time, *x.stride()[:3], out.stride(1), M=m, WIDTH=WIDTH, BANDS=BANDS
+            )
     return out.view(m + 1, 2, batch, heads, bands, blocks)
 
 

@@ -37,7 +37,8 @@ def entropy_kernel(
 
     The last of the NODES is t = 1 with the step -1; POINTS is the next power of two.
     """
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(queries, QUERIES)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = row // heads, row % heads
     place = tile * QUERIES + tl.arange(0, QUERIES)
     d = tl.arange(0, WIDE)
@@ -124,13 +125,14 @@ def first_rule_rows(q, k, real, visible, scale, window=None, sinks=None):
     steps = torch.tensor([*rule[1], -1.0], dtype=torch.float32, device=q.device)
     drop = torch.full((batch, heads, queries, d_head), torch.nan, dtype=torch.float32, device=q.device)
     residual = torch.full((batch, heads, queries), torch.nan, dtype=torch.float32, device=q.device)
-    entropy_kernel[(triton.cdiv(queries, QUERIES), batch * heads)](
-        q, k, real.to(torch.uint8).contiguous(), visible.to(torch.int32).contiguous(),
-        nodes if sinks is None else sinks.float().contiguous(), nodes, steps, drop, residual,
-        heads, heads // kv, queries, keys, keys - queries, window or keys, float(scale),
-        *q.stride()[:3], *k.stride()[:3],
-        D=d_head, WIDE=max(16, triton.next_power_of_2(d_head)), SINK=sinks is not None,
-        NODES=len(nodes), POINTS=triton.next_power_of_2(len(nodes)),
-        QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # the current one may be another
+        entropy_kernel[(triton.cdiv(queries, QUERIES) * batch * heads,)](
+            q, k, real.to(torch.uint8).contiguous(), visible.to(torch.int32).contiguous(),
+            nodes if sinks is None else sinks.float().contiguous(), nodes, steps, drop, residual,
+            heads, heads // kv, queries, keys, keys - queries, window or keys, float(scale),
+            *q.stride()[:3], *k.stride()[:3],
+            D=d_head, WIDE=max(16, triton.next_power_of_2(d_head)), SINK=sinks is not None,
+            NODES=len(nodes), POINTS=triton.next_power_of_2(len(nodes)),
+            QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS,
+        )  # fmt: skip
     return drop, residual

@@ -76,7 +76,7 @@ def pattern(
     scores = rebuild_scores(q, k, claim)
     scores = scores.masked_fill(~visible_keys(q.shape[1], spec.window, q.device), -torch.inf)
     if spec.sinks is not None:
-        sink = spec.sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        sink = spec.sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     return scores.softmax(-1)[..., : q.shape[1]]
 
@@ -97,7 +97,7 @@ def freeze(host: Host, ids: Int64[Tensor, "batch pos"]) -> Frozen:
             raise ValueError(
                 f"layer {layer} does not attend as it was certified to: remove hooks that edit attention"
             )
-        patterns[layer] = pattern(q, k, host.certificate.layers[layer])
+        patterns[layer] = pattern(q.to(host.device), k.to(host.device), host.certificate.layers[layer])
 
     states: dict[int, Tensor] = {}
 

@@ -206,7 +206,7 @@ def token_losses(
     logits: Float[Tensor, "batch pos token"], ids: Int64[Tensor, "batch pos"]
 ) -> Float64[Tensor, "batch pos"]:
     """Returns `-log softmax(logits at p-1)[token p]` at every p from 1 on; NaN at position 0."""
-    flat, target = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    flat, target = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
     step = max(1, BLOCK // logits.shape[-1])
     parts = [
         torch.nn.functional.cross_entropy(x.double(), y, reduction="none")

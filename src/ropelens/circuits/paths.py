@@ -250,7 +250,8 @@ def _by_offset(
     n = attention.shape[-1]
     visible = visible_keys(n, window, attention.device)
     above = (attention - 1 / visible.sum(1, keepdim=True)).masked_fill(~visible, 0)
-    offset = (torch.arange(n)[:, None] - torch.arange(n))[visible].to(attention.device)
+    place = torch.arange(n, device=attention.device)
+    offset = (place[:, None] - place)[visible]
     flat = above[..., visible]
     parts = torch.stack([flat.sum(0), flat.square().sum(0), torch.full_like(flat[0], len(flat))], -1)
     out = parts.new_zeros(attention.shape[1], n, 3)

@@ -30,7 +30,7 @@ def each_layer(
     layers: Sequence[int] | None = None,
     progress: bool = False,
 ) -> None:
-    """Runs the model once and hands over each layer's queries and keys.
+    """Runs the model once and hands over each layer's queries and keys, on the embedding's device.
 
     Raises:
         ValueError: If a layer did not attend with them as certified.
@@ -41,7 +41,7 @@ def each_layer(
     def take(layer: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:
         if not bool(sound):
             raise ValueError(not_the_certified(layer))
-        consume(layer, q, k)
+        consume(layer, q.to(host.device), k.to(host.device))
         bar.update()
 
     with bar, torch.no_grad(), _fastest(host), host.observing(list(layers), take):

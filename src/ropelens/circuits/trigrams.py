@@ -170,7 +170,7 @@ def skip_trigrams(
         raise ValueError(f"expected distances of at least 0 tokens, got {list(offsets)}")
     k_head, v_head = head // weights.group, weights.v[head // weights.group]
     source_row = _read(end, weights, torch.tensor([token]))
-    keys = torch.zeros(2, weights.k.shape[2], dtype=torch.float64)  # the source's, and the mean over tokens
+    keys = v_head.new_zeros(2, weights.k.shape[2])  # the source's, and the mean over tokens
     keys[0] = source_row[0] @ weights.k[k_head]
     for rows in torch.arange(host.vocab_size).split(BLOCK):
         keys[1] += (_read(end, weights, rows) @ weights.k[k_head]).sum(0) / host.vocab_size
@@ -181,7 +181,7 @@ def skip_trigrams(
     for rows in torch.arange(host.vocab_size).split(BLOCK):
         q = _read(end, weights, rows) @ weights.q[head]
         q = q if weights.q_bias is None else q + weights.q_bias[head]
-        logits[rows] = q @ keys.T
+        logits[rows] = (q @ keys.T).cpu()
     value = source_row[0] @ v_head
     value = value if weights.v_bias is None else value + weights.v_bias[k_head]
     return SkipTrigrams(
@@ -191,7 +191,7 @@ def skip_trigrams(
         distances=offsets,
         destinations=logits[:, 0],
         above=logits[:, 0] - logits[:, 1],
-        outputs=value @ weights.o[head] @ end.unembedding / (divisor or _divisor(end)),
+        outputs=(value @ weights.o[head] @ end.unembedding / (divisor or _divisor(end))).cpu(),
         tokens=token_strings(host, torch.arange(host.vocab_size), tokenizer),
     )
 
@@ -236,8 +236,8 @@ def copied_tokens(model: Any, layer: int, head: int, *, k: int = 20, tokenizer: 
         value = value if weights.v_bias is None else value + weights.v_bias[k_head]
         raised = value @ out
         itself = raised[torch.arange(len(rows)), rows][:, None]
-        own[rows] = itself[:, 0] - raised.mean(1)
-        rank[rows] = (raised > itself).sum(1)
+        own[rows] = (itself[:, 0] - raised.mean(1)).cpu()
+        rank[rows] = (raised > itself).sum(1).cpu()
     best = own.topk(min(k, len(own))).indices
     names = token_strings(host, best, tokenizer)
     frame = pd.DataFrame({"token": names, "ov": own[best], "rank": rank[best]})
@@ -246,7 +246,7 @@ def copied_tokens(model: Any, layer: int, head: int, *, k: int = 20, tokenizer: 
 
 
 def _head_of(host: Host, layer: int, head: int) -> tuple[LayerSpec, LayerWeights]:
-    """Returns what a layer does and its folded weights, on the CPU."""
+    """Returns what a layer does and its folded weights."""
     if not 0 <= layer < host.n_layers:
         raise ValueError(f"expected a layer from 0 to {host.n_layers - 1}, got {layer}")
     spec = host.certificate.layers[layer]
@@ -277,7 +277,7 @@ def _turned_back(
     """Returns `mean over d of R(-d) k`: a query at p meets keys at p - d as if neither were turned."""
     rotation = spec.rotation
     angle = torch.tensor(distances, dtype=torch.float64)[:, None] * rotation.inv_freq
-    cos, sin = (rotation.amplitude**2 * f(angle).mean(0) for f in (torch.cos, torch.sin))
+    cos, sin = (rotation.amplitude**2 * f(angle).mean(0).to(keys) for f in (torch.cos, torch.sin))
     first, second = rotation.pairs.unbind(-1)
     out = keys.clone()
     a, b = keys[:, first], keys[:, second]

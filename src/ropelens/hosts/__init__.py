@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ropelens.hosts.base import Consumer, Edit, Host
 from ropelens.hosts.bridge import BridgeHost
 from ropelens.hosts.certify import certify, state_of
@@ -76,16 +78,36 @@ def uncertified(model: Any) -> Host:
     """Returns the host of a model, with nothing checked yet.
 
     Raises:
-        ValueError: If the model is of another kind.
+        ValueError: If the model is of another kind, or on a device that cannot be measured on.
     """
+    host = _kind_of(model)(model)
+    if (device := host.device.type) == "mps":
+        raise ValueError(
+            "expected a model on the CPU or a CUDA GPU, got one on mps, which has no float64 to add up in: "
+            'load it with device="cpu"'
+        )
+    if device == "meta":
+        raise ValueError(
+            "expected a model whose embedding is in memory, got one on the meta device: load its weights "
+            "onto the CPU or a GPU"
+        )
+    if (default := torch.get_default_device().type) != "cpu":
+        raise ValueError(
+            f"expected torch's default device to be the CPU, where results are made, got {default}: call "
+            'torch.set_default_device("cpu"), and load the model with device='
+        )
+    return host
+
+
+def _kind_of(model: Any) -> type[Host]:
     # By name: transformer-lens 4 has no HookedTransformer to compare with, and importing them is slow.
     kinds = {base.__name__ for base in type(model).__mro__}
     if "HookedTransformer" in kinds:
-        return HookedHost(model)
+        return HookedHost
     if "TransformerBridge" in kinds:
-        return BridgeHost(model)
+        return BridgeHost
     if "PreTrainedModel" in kinds:
-        return PlainHost(model)
+        return PlainHost
     raise ValueError(
         "expected a HookedTransformer, a TransformerBridge or a transformers model, got "
         f"{type(model).__name__}: load one with ropelens.load"

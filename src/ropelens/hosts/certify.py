@@ -75,9 +75,10 @@ def _probe(host: Host) -> list[tuple[LayerClaim, LayerView, LayerView]]:
 def state_of(host: Host) -> int:
     """Returns a number that changes when the model's tensors or what it claims change.
 
-    A tensor's version misses edits through `.data` and under inference mode, hence the few values.
+    A tensor's version misses edits through `.data` and under inference mode, hence the few values. Weights
+    that are offloaded have none until their layer runs.
     """
-    tensors = [*host.module.parameters(), *host.module.buffers()]
+    tensors = [t for t in (*host.module.parameters(), *host.module.buffers()) if not t.is_meta]
     state: list[Any] = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
     with torch.no_grad():
         state += [float(t.flatten()[:: max(1, t.numel() // 16)].double().sum()) for t in tensors]
@@ -163,7 +164,7 @@ def rebuild_output(
     """Returns what attention makes of the values, in float64, by the plain definition."""
     scores = scores.masked_fill(~visible, -torch.inf)
     if claim.sinks is not None:
-        sink = claim.sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        sink = claim.sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     pattern = scores.softmax(-1)[..., : v.shape[1]]
     v = repeat(v.double(), "batch key kv d -> batch key (kv group) d", group=scores.shape[1] // v.shape[2])

@@ -62,13 +62,13 @@ class HookedHost(LensHost):
         cfg, attn = self.model.cfg, self.model.blocks[layer].attn
         if cfg.positional_embedding_type != "rotary":
             return []
-        sin, cos = attn.rotary_sin[1].double(), attn.rotary_cos[1].double()
+        sin, cos = _first_turn(attn)
         # Both members of a pair carry the pair's angle: next to each other or half the width apart.
         adjacent = bool(cfg.rotary_adjacent_pairs)
         pairs = pair_dims(cfg.rotary_dim, adjacent)
         first = pairs[:, 0].to(sin.device)
-        amplitude = amplitude_of(attn.rotary_cos[1], attn.rotary_sin[1])
-        turn = torch.atan2(sin, cos)[first].cpu()
+        amplitude = amplitude_of(cos, sin)
+        turn = torch.atan2(sin.double(), cos.double())[first].cpu()
         if isinstance(tables := vars(attn).get(TABLES), Tables):
             return [Rotation(torch.where(tables.kept, turn, tables.row), pairs, amplitude)]
         rotation = Rotation(turn, pairs, amplitude)
@@ -119,15 +119,15 @@ class Tables:
 
     def __init__(self, attn: Any, row: Float64[Tensor, " band"], turning: HookedTurning) -> None:
         self.turning = turning
-        sin, cos = attn.rotary_sin, attn.rotary_cos
+        sin, cos = _first_turn(attn)
         self.pairs = pair_dims(attn.cfg.rotary_dim, bool(attn.cfg.rotary_adjacent_pairs))
         self.row, self._before = row, attn.calculate_sin_cos_rotary
-        now = torch.atan2(sin[1].double(), cos[1].double()).cpu()[self.pairs[:, 0]]
+        now = torch.atan2(sin.double(), cos.double()).cpu()[self.pairs[:, 0]]
         before = vars(attn).get(TABLES)
         if isinstance(before, Tables):
             now = torch.where(before.kept, now, before.row)
         self.kept = row == now
-        self._amplitude = amplitude_of(cos[1], sin[1])
+        self._amplitude = amplitude_of(cos, sin)
 
     def __call__(
         self, rotary_dim: int, n_ctx: int, base: float | int = 10_000, dtype: torch.dtype = torch.float32
@@ -140,6 +140,22 @@ class Tables:
             for dims in self.pairs[new].T:
                 table[:, dims] = (self._amplitude * made).to(table.dtype)
         return sin, cos
+
+
+def _first_turn(attn: Any) -> tuple[Float[Tensor, " rotary_dim"], Float[Tensor, " rotary_dim"]]:
+    """Returns sin and cos at position 1; of a model in half precision, as they were before they were rounded.
+
+    Rounded ones tell a frequency to three digits, and the angle at position 1,000 not at all.
+    """
+    sin, cos = attn.rotary_sin[1], attn.rotary_cos[1]
+    if sin.dtype not in (torch.bfloat16, torch.float16):
+        return sin, cos
+    made = type(attn).calculate_sin_cos_rotary(
+        attn, attn.cfg.rotary_dim, 2, base=attn._rotary_base(), dtype=torch.float32
+    )
+    fine_sin, fine_cos = (table[1].to(sin.device) for table in made)
+    same = (fine_sin.to(sin.dtype) == sin) & (fine_cos.to(cos.dtype) == cos)
+    return fine_sin.where(same, sin.float()), fine_cos.where(same, cos.float())
 
 
 def _turn(attn: Any, row: Float64[Tensor, " band"], turning: HookedTurning) -> Callable[[], None]:

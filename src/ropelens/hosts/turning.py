@@ -113,7 +113,7 @@ class Turning:
 
 
 class TakeTable:
-    """Forward pre-hook of an attention module: takes a layer's own table out of all."""
+    """Forward pre-hook of an attention module: takes a layer's own table, to its device."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -125,7 +125,10 @@ class TakeTable:
         cache = next((options[name] for name in CACHES if options.get(name) is not None), None)
         if cache is not None:
             tables.turning.check_cache(cache, self.layer)
-        return args, options | {"position_embeddings": tables.tables[self.layer]}
+        table, state = tables.tables[self.layer], args[0] if args else options.get("hidden_states")
+        if isinstance(state, Tensor):  # a model may be spread over devices
+            table = _moved(table, state.device)
+        return args, options | {"position_embeddings": table}
 
 
 def is_turning_hook(hook: Any) -> bool:
@@ -194,6 +197,12 @@ def _is_table(name: str) -> bool:
 
 def _device(module: nn.Module) -> torch.device:
     return next(buffer.device for buffer in module._buffers.values() if buffer is not None)
+
+
+def _moved(table: Any, device: torch.device) -> Any:
+    if isinstance(table, Tensor):
+        return table.to(device)
+    return tuple(each.to(device) for each in table)  # cos and sin
 
 
 def _alike(a: Row | None, b: Row | None) -> bool:

@@ -263,6 +263,7 @@ def _replacing(weights: Tensor, features: Tensor, rows: slice, n_rows: int) -> A
         new = x[rows] @ weights.transpose(1, 2)
         if linear.bias is not None:
             new = new + linear.bias[features]
+        new = new.to(output.dtype)  # autocast makes it another one
         if n_rows == len(weights):
             return output.index_copy(-1, features, new)
         return torch.cat(

@@ -60,4 +60,5 @@ def token_losses(host: Host, ids: Int64[Tensor, " pos"]) -> Float64[Tensor, " _"
     logits = host.run(ids[None], None)
     assert logits is not None
     logits = logits[0, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none").double().cpu()
+    losses = torch.nn.functional.cross_entropy(logits, ids[1:].to(logits.device), reduction="none")
+    return losses.cpu().double()

@@ -18,7 +18,10 @@ MEMORY = 512 * 2**20
 _BEFORE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({cpu}, {cpu}))
-resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
+try:
+    resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
+except (ValueError, OSError):  # macOS has no such limit
+    pass
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))

@@ -1,7 +1,8 @@
 """What a model's attention is made of: its weights as plain tensors, one contract for every host.
 
-Everything is in the convention `x @ W`. The tensors are the model's own, in its dtype and on its device;
-`folded` makes float64 copies in which the norms' gains are multiplied in, equal on every host.
+Everything is in the convention `x @ W`. The tensors are the model's own, in its dtype; of a model that is
+spread over several devices, what is elsewhere comes as a copy on the embedding's. `folded` makes float64
+copies in which the norms' gains are multiplied in, equal on every host.
 """
 
 from ropelens.hosts.weights.checking import ends, layer_weights

@@ -17,6 +17,7 @@ from ropelens.hosts.base import Host
 from ropelens.hosts.certify import rebuild_output, rebuild_scores, score_tolerance
 from ropelens.hosts.layer import Certificate, LayerClaim, LayerSpec
 from ropelens.hosts.masks import visible_keys
+from ropelens.hosts.weights.modules import here
 from ropelens.hosts.weights.reading import read_ends, read_layer, read_norms
 from ropelens.hosts.weights.stream import watching, watching_attention
 from ropelens.hosts.weights.tensors import Ends, LayerWeights, Norm
@@ -85,7 +86,7 @@ def _check(host: Host) -> _Found:
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:
-        seen[layer] = q.double(), k.double()
+        seen[layer] = here(host, q).double(), here(host, k).double()
 
     def keep_state(layer: int, x: Tensor) -> None:
         states[layer] = x.double()
@@ -112,7 +113,8 @@ def _check(host: Host) -> _Found:
                 errors[layer] = str(error)
         found = None
         try:
-            found = _check_ends(host, ids, states[0], states[host.n_layers], logits.double())
+            last, logits = states[host.n_layers], here(host, logits)
+            found = _check_ends(host, ids, states[0], last, logits.double())
         except ValueError as error:
             errors[-1] = str(error)
     return _Found(norms, found, errors)

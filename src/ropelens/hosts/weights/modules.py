@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ropelens.hosts.base import Host
 from ropelens.hosts.lens import LensHost
@@ -48,6 +49,20 @@ def trunk_of(host: Host) -> Any:
     """Returns a transformers model without its language-model head."""
     assert isinstance(host, PlainHost)
     return host.owner.base_model
+
+
+def here(host: Host, tensor: Tensor) -> Tensor:
+    """Returns a tensor, detached, on the embedding's device: itself, unless the model is on several.
+
+    Raises:
+        ValueError: If it is a weight that is offloaded.
+    """
+    if tensor.is_meta:
+        raise ValueError(
+            "expected weights that are in memory, got offloaded ones, which come when their layer runs: load "
+            "the model onto devices that hold all of it"
+        )
+    return tensor.detach().to(host.device)
 
 
 def named(module: Any, names: tuple[str, ...]) -> Any:

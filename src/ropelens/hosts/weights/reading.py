@@ -23,6 +23,7 @@ from ropelens.hosts.weights.modules import (
     acts,
     attention_of,
     block_of,
+    here,
     named,
     trunk_of,
 )
@@ -41,8 +42,8 @@ def read_layer(host: Host, layer: int) -> LayerWeights:
     if host.kind == "HookedTransformer":
         grouped = "_" if hasattr(attn, "_W_K") else ""
         keys = (getattr(attn, grouped + name) for name in ("W_K", "W_V", "b_K", "b_V"))
-        k, v, k_bias, v_bias = (x.detach() for x in keys)
-        q, o, q_bias, o_bias = (x.detach() for x in (attn.W_Q, attn.W_O, attn.b_Q, attn.b_O))
+        k, v, k_bias, v_bias = (here(host, x) for x in keys)
+        q, o, q_bias, o_bias = (here(host, x) for x in (attn.W_Q, attn.W_O, attn.b_Q, attn.b_O))
         normed = getattr(attn, "q_norm", None) is not None
         return LayerWeights(layer, q, k, v, o, q_bias, k_bias, v_bias, o_bias, qk_norm=normed)
     if isinstance(host, LensHost):
@@ -50,7 +51,7 @@ def read_layer(host: Host, layer: int) -> LayerWeights:
         parts = (attn.W_Q, attn.W_K, attn.W_V, attn.W_O, attn.b_Q, attn.b_K, attn.b_V, attn.b_O)
     else:
         module, parts = attn, _of_module(layer, attn, host.certificate.layers[layer])
-    q, k, v, o, *biases = (None if x is None else x.detach() for x in parts)
+    q, k, v, o, *biases = (None if x is None else here(host, x) for x in parts)
     assert q is not None and k is not None and v is not None and o is not None  # noqa: PT018
     q_bias, k_bias, v_bias, o_bias = biases
     return LayerWeights(
@@ -121,12 +122,14 @@ def _norm(host: Host, module: Any) -> Norm | None:
     eps = next(
         (float(e) for m in (inner, module) for n in names if (e := getattr(m, n, None)) is not None), 1e-6
     )
-    weight, bias = (_parameter((inner, module), names) for names in (("weight", "w"), ("bias", "b")))
+    own = [_parameter((inner, module), names) for names in (("weight", "w"), ("bias", "b"))]
+    weight, bias = (None if x is None else here(host, x) for x in own)
     like = host.embedding.detach()
     d_model = like.shape[1]
+    place = next((x.device for x in own if x is not None), like.device)
     x = torch.randn(1, 4, d_model, generator=torch.Generator().manual_seed(0)).to(like)
     with torch.no_grad():
-        y, shifted = module(x).double(), module(x + 1).double()
+        y, shifted = (here(host, module(given.to(place))).double() for given in (x, x + 1))
     x = x.double()
     tolerance = max(score_tolerance(like.dtype), 1e-4) * float(y.abs().max())
     kind = "layer" if bool((y - shifted).abs().max() < tolerance) else "rms"
@@ -163,14 +166,14 @@ def read_ends(host: Host, factor: float) -> Ends:
         final = getattr(model, "ln_final", None)
         return Ends(
             host.embedding.detach(),
-            model.W_U.detach(),
-            model.b_U.detach(),
+            here(host, model.W_U),
+            here(host, model.b_U),
             _norm(host, final),
             softcap=softcap if softcap > 0 else None,
         )
     if isinstance(host, LensHost):
         final, unembed = model.ln_final, model.unembed
-        u, bias = model.W_U.detach(), getattr(unembed, "b_U", None)
+        u, bias = model.W_U, getattr(unembed, "b_U", None)
     else:
         unembed = model.get_output_embeddings()
         if unembed is None:
@@ -178,14 +181,14 @@ def read_ends(host: Host, factor: float) -> Ends:
                 f"expected a model with logits, got {type(model).__name__}, which has no language-model "
                 "head: load it with AutoModelForCausalLM"
             )
-        final, u, bias = named(trunk_of(host), FINAL), unembed.weight.detach().T, unembed.bias
+        final, u, bias = named(trunk_of(host), FINAL), unembed.weight.T, unembed.bias
     config = host.text_config
     division = getattr(config, "logits_scaling", None)  # Granite
     scale = getattr(config, "logit_scale", None)  # Cohere
     return Ends(
         host.embedding.detach() * factor if factor != 1 else host.embedding.detach(),
-        u,
-        None if bias is None else bias.detach(),
+        here(host, u),
+        None if bias is None else here(host, bias),
         _norm(host, final),
         float(scale if scale is not None else 1 / division if division else 1.0),
         getattr(config, "final_logit_softcapping", None),

@@ -54,7 +54,8 @@ def query_and_key_rows(host: Host, layer: int) -> tuple[Rows, Rows]:
         checked = layer_weights(host, layer)
         owned = {p.untyped_storage().data_ptr() for p in host.model.parameters()}
         for name, mine, read in (("query", rows[0], checked.q), ("key", rows[1], checked.k)):
-            if any(not torch.equal(w, read.transpose(1, 2)) for w in (mine.weight, *mine.twins)):
+            read = read.transpose(1, 2).to(mine.weight.device)
+            if any(not torch.equal(w, read) for w in (mine.weight, *mine.twins)):
                 raise ValueError(
                     f"layer {layer}: the rows of its {name} projection are not laid out as ropelens expects "
                     'of this model, so they cannot be changed: use target="queries", "keys" or "both"'

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ropelens.hosts.base import Host
-from ropelens.hosts.weights.modules import attention_of, block_of
+from ropelens.hosts.weights.modules import attention_of, block_of, here
 
 
 @contextmanager
@@ -20,36 +20,37 @@ def watching(host: Host, look: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Hands over the residual stream: what each layer takes, and as one more layer what the last makes.
 
     Args:
-        look: Called with (layer, `[batch, pos, d_model]`), detached, in every forward pass.
+        look: Called with (layer, `[batch, pos, d_model]`), detached and on the embedding's device, in every
+            forward pass.
     """
     last = host.n_layers - 1
     with ExitStack() as stack:
         for layer in range(host.n_layers):
-            stack.enter_context(_before(block_of(host, layer), partial(look, layer)))
-        stack.enter_context(_after(block_of(host, last), partial(look, host.n_layers)))
+            stack.enter_context(_before(host, block_of(host, layer), partial(look, layer)))
+        stack.enter_context(_after(host, block_of(host, last), partial(look, host.n_layers)))
         yield
 
 
 @contextmanager
 def watching_attention(host: Host, layer: int, look: Callable[[Tensor], None]) -> Iterator[None]:
     """Hands over what a layer's attention makes, `o_bias` included, before any norm of it."""
-    with _after(attention_of(host, layer), look):
+    with _after(host, attention_of(host, layer), look):
         yield
 
 
-def _before(module: torch.nn.Module, look: Callable[[Tensor], None]) -> RemovableHandle:
+def _before(host: Host, module: torch.nn.Module, look: Callable[[Tensor], None]) -> RemovableHandle:
     """Hands over what a module takes, until the handle is removed."""
 
     def take(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        look((args[0] if args else options["hidden_states"]).detach())
+        look(here(host, args[0] if args else options["hidden_states"]))
 
     return module.register_forward_pre_hook(take, with_kwargs=True)
 
 
-def _after(module: torch.nn.Module, look: Callable[[Tensor], None]) -> RemovableHandle:
+def _after(host: Host, module: torch.nn.Module, look: Callable[[Tensor], None]) -> RemovableHandle:
     """Hands over what a module makes, until the handle is removed."""
 
     def make(_: Any, args: Any, made: Any) -> None:
-        look((made[0] if isinstance(made, tuple) else made).detach())
+        look(here(host, made[0] if isinstance(made, tuple) else made))
 
     return module.register_forward_hook(make)
