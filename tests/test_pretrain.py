@@ -266,6 +266,10 @@ def test_the_analysis_of_the_runs(done: Any):
     assert found.arms == ["resampled", "learned"]
     with pytest.raises(ValueError, match="expected an arm out of resampled, learned, got 'original'"):
         found.paired("original")
+    other = runs["seed-1/resampled"]["loss"] - runs["seed-1/learned"]["loss"]
+    assert found.paired("resampled", against="learned").differences == (other,)
+    with pytest.raises(ValueError, match="expected against= out of original, resampled, learned, got 'none'"):
+        found.paired("resampled", against="none")
 
 
 def test_too_few_data_say_how_many_epochs_it_would_take(done: Any, tmp_path: Path):

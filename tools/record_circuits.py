@@ -1,6 +1,6 @@
 """Measures the heads of SmolLM2-135M for docs/results/circuits.md, into docs/data/circuits.
 
-About 20 minutes on one core. Each file is written when it is whole, and not again while it is there.
+Five minutes on a quiet core. Each file is written when it is whole, and not again while it is there.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ docs/data/frequencies/manifest.json is the one that `ropelens pretrain experimen
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 from common import DOCS, table
 from plotly.graph_objects import Figure
@@ -55,6 +56,17 @@ def tables() -> dict[str, str]:
         even.append(
             (arm, f"{mean:.3f}", f"{row.evenness:+.3f}", interval if finite else "none with one seed")
         )
+    control = [
+        (
+            f"{arm} - {other}",
+            f"{pair.mean:+.4f}",
+            f"{pair.interval[0]:+.4f} to {pair.interval[1]:+.4f}",
+            f"{pair.detectable:.4f}",
+            pair.verdict(),
+        )
+        for arm, other in combinations(found.arms, 2)
+        for pair in [found.paired(arm, against=other)]
+    ]
     wide = found.runs.pivot(index="seed", columns="arm", values="loss")
     names = found.asked["arms"]
     losses = [(seed, *(f"{row[arm]:.4f}" for arm in names)) for seed, row in wide.iterrows()]
@@ -62,6 +74,7 @@ def tables() -> dict[str, str]:
         "setting": table(["", "value"], setting),
         "words": words,
         "arms": table(["arm", "difference", "95% interval", "detectable", "reached", "training saved"], arms),
+        "control": table(["arms", "difference", "95% interval", "detectable", "in words"], control),
         "evenness": table(["arm", "evenness", "difference", "95% interval"], even),
         "losses": table(["seed", *names], losses),
     }

@@ -141,16 +141,24 @@ class Analysis:
         """All arms but the original."""
         return [arm for arm in self.asked["arms"] if arm != ORIGINAL]
 
-    def paired(self, arm: str, value: str = "loss") -> Paired:
-        """Returns the differences of an arm to the original in a column of `runs`.
+    def paired(self, arm: str, value: str = "loss", *, against: str = ORIGINAL) -> Paired:
+        """Returns the differences of an arm to the original, or to another arm, in a column of `runs`.
 
         Raises:
-            ValueError: If there is no such arm or column, or no seed is complete.
+            ValueError: If there is no such arm or column.
+
+        Example:
+            ```python
+            found.paired("resampled", against="shuffled").interval  # the knowledge without the repetitions
+            ```
         """
-        if arm not in self.arms or value not in self.runs:
-            raise ValueError(f"expected an arm out of {', '.join(self.arms)}, got {arm!r} ({value})")
+        others = [a for a in self.asked["arms"] if a != against]
+        if arm not in others or value not in self.runs:
+            raise ValueError(f"expected an arm out of {', '.join(others)}, got {arm!r} ({value})")
+        if against not in self.asked["arms"]:
+            raise ValueError(f"expected against= out of {', '.join(self.asked['arms'])}, got {against!r}")
         table = self.runs.pivot(index="seed", columns="arm", values=value)
-        return Paired.of(table[arm] - table[ORIGINAL])
+        return Paired.of(table[arm] - table[against])
 
     def table(self, effect: float = STUDY) -> pd.DataFrame:
         """Returns one row an arm, its difference to the original in nats and what that shows.
