@@ -11,8 +11,8 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from ropelens.hosts import Host
-from ropelens.hosts.certify import rebuild_scores
-from ropelens.hosts.layer import LayerClaim, LayerSpec
+from ropelens.hosts.certify import rebuild_pattern, rebuild_scores
+from ropelens.hosts.layer import LayerSpec
 from ropelens.hosts.masks import visible_keys
 from ropelens.hosts.weights import Ends, LayerWeights, ends, layer_weights, watching
 
@@ -72,13 +72,7 @@ def pattern(
     q: Float[Tensor, "batch pos head d_head"], k: Float[Tensor, "batch pos kv_head d_head"], spec: LayerSpec
 ) -> Float64[Tensor, "batch head query key"]:
     """Returns the attention that a layer pays with these post-rotary queries and keys."""
-    claim = LayerClaim(spec.scale, spec.softcap, spec.window, spec.sinks)
-    scores = rebuild_scores(q, k, claim)
-    scores = scores.masked_fill(~visible_keys(q.shape[1], spec.window, q.device), -torch.inf)
-    if spec.sinks is not None:
-        sink = spec.sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
-    return scores.softmax(-1)[..., : q.shape[1]]
+    return rebuild_pattern(rebuild_scores(q, k, spec), visible_keys(q.shape[1], spec.window, q.device), spec)
 
 
 def freeze(host: Host, ids: Int64[Tensor, "batch pos"]) -> Frozen:

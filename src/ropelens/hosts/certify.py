@@ -147,7 +147,7 @@ def score_tolerance(dtype: torch.dtype) -> float:
 def rebuild_scores(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
-    claim: LayerClaim,
+    claim: LayerClaim | LayerSpec,
 ) -> Float[Tensor, "batch head query key"]:
     """Returns the scores before the mask, in float64, by the plain definition."""
     k = repeat(k, "batch key kv d -> batch key (kv group) d", group=q.shape[2] // k.shape[2])
@@ -155,18 +155,28 @@ def rebuild_scores(
     return scores if claim.softcap is None else claim.softcap * torch.tanh(scores / claim.softcap)
 
 
-def rebuild_output(
+def rebuild_pattern(
     scores: Float[Tensor, "batch head query key"],
-    v: Float[Tensor, "batch key kv_head d_value"],
-    visible: Bool[Tensor, "batch heads query key"],
-    claim: LayerClaim,
-) -> Float[Tensor, "batch query head d_value"]:
-    """Returns what attention makes of the values, in float64, by the plain definition."""
+    visible: Bool[Tensor, "*batch_heads query key"],
+    claim: LayerClaim | LayerSpec,
+) -> Float[Tensor, "batch head query key"]:
+    """Returns the attention that scores make, a sink's part left out."""
+    n_keys = scores.shape[-1]
     scores = scores.masked_fill(~visible, -torch.inf)
     if claim.sinks is not None:
         sink = claim.sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
-    pattern = scores.softmax(-1)[..., : v.shape[1]]
+    return scores.softmax(-1)[..., :n_keys]
+
+
+def rebuild_output(
+    scores: Float[Tensor, "batch head query key"],
+    v: Float[Tensor, "batch key kv_head d_value"],
+    visible: Bool[Tensor, "batch heads query key"],
+    claim: LayerClaim | LayerSpec,
+) -> Float[Tensor, "batch query head d_value"]:
+    """Returns what attention makes of the values, in float64, by the plain definition."""
+    pattern = rebuild_pattern(scores, visible, claim)
     v = repeat(v.double(), "batch key kv d -> batch key (kv group) d", group=scores.shape[1] // v.shape[2])
     return einsum(pattern, v, "b h query key, b key h d -> b query h d")
 

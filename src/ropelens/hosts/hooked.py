@@ -62,17 +62,8 @@ class HookedHost(LensHost):
         cfg, attn = self.model.cfg, self.model.blocks[layer].attn
         if cfg.positional_embedding_type != "rotary":
             return []
-        sin, cos = _first_turn(attn)
-        # Both members of a pair carry the pair's angle: next to each other or half the width apart.
-        adjacent = bool(cfg.rotary_adjacent_pairs)
-        pairs = pair_dims(cfg.rotary_dim, adjacent)
-        first = pairs[:, 0].to(sin.device)
-        amplitude = amplitude_of(cos, sin)
-        turn = torch.atan2(sin.double(), cos.double())[first].cpu()
-        if isinstance(tables := vars(attn).get(TABLES), Tables):
-            return [Rotation(torch.where(tables.kept, turn, tables.row), pairs, amplitude)]
-        rotation = Rotation(turn, pairs, amplitude)
-        if layer == 0:
+        rotation = _rotation_of(attn)
+        if layer == 0 and not isinstance(vars(attn).get(TABLES), Tables):
             _warn_if_unlike_the_original(cfg, rotation)
         return [rotation]
 
@@ -119,15 +110,10 @@ class Tables:
 
     def __init__(self, attn: Any, row: Float64[Tensor, " band"], turning: HookedTurning) -> None:
         self.turning = turning
-        sin, cos = _first_turn(attn)
-        self.pairs = pair_dims(attn.cfg.rotary_dim, bool(attn.cfg.rotary_adjacent_pairs))
+        now = _rotation_of(attn)
+        self.pairs, self._amplitude = now.pairs, now.amplitude
         self.row, self._before = row, attn.calculate_sin_cos_rotary
-        now = torch.atan2(sin.double(), cos.double()).cpu()[self.pairs[:, 0]]
-        before = vars(attn).get(TABLES)
-        if isinstance(before, Tables):
-            now = torch.where(before.kept, now, before.row)
-        self.kept = row == now
-        self._amplitude = amplitude_of(cos, sin)
+        self.kept = row == now.inv_freq
 
     def __call__(
         self, rotary_dim: int, n_ctx: int, base: float | int = 10_000, dtype: torch.dtype = torch.float32
@@ -140,6 +126,17 @@ class Tables:
             for dims in self.pairs[new].T:
                 table[:, dims] = (self._amplitude * made).to(table.dtype)
         return sin, cos
+
+
+def _rotation_of(attn: Any) -> Rotation:
+    """Returns the rotation that a layer's tables make."""
+    sin, cos = _first_turn(attn)
+    # Both members of a pair carry the pair's angle: next to each other or half the width apart.
+    pairs = pair_dims(attn.cfg.rotary_dim, bool(attn.cfg.rotary_adjacent_pairs))
+    row = torch.atan2(sin.double(), cos.double()).cpu()[pairs[:, 0]]
+    if isinstance(tables := vars(attn).get(TABLES), Tables):
+        row = torch.where(tables.kept, row, tables.row)
+    return Rotation(row, pairs, amplitude_of(cos, sin))
 
 
 def _first_turn(attn: Any) -> tuple[Float[Tensor, " rotary_dim"], Float[Tensor, " rotary_dim"]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ropelens.hosts import Certificate, Edit, Host, changing_weights, host_of
+from ropelens.hosts import Edit, Host, changing_weights, host_of
+from ropelens.hosts.once import once
 from ropelens.hosts.tokens import Tokens, tokens_of
 from ropelens.hosts.weights.rows import Rows, query_and_key_rows, require_own_rows
 from ropelens.interventions.noise import PositionNoise, noisy_rows
@@ -322,22 +322,14 @@ def _edits(host: Host, plan: Lesion) -> dict[str, dict[int, Edit]]:
 
 
 Sizes = list[tuple[Float64[Tensor, "head band"], Float64[Tensor, "kv_head band"]]]
-_sizes: weakref.WeakKeyDictionary[Any, tuple[Certificate, Sizes]] = weakref.WeakKeyDictionary()
 
 
+@once
 def band_sizes(host: Host) -> Sizes:
     """Returns for each layer the root mean square of each band of the bare model's queries and keys.
 
     Over the dims of the band and the tokens of a fixed text; measured once for each certificate.
     """
-    known = _sizes.get(host.model)
-    if known is None or known[0] is not host.certificate:
-        known = host.certificate, _measured(host)
-        _sizes[host.model] = known
-    return known[1]
-
-
-def _measured(host: Host) -> Sizes:
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keep(layer: int, q: Tensor, k: Tensor, mask: Tensor, sound: Tensor) -> None:

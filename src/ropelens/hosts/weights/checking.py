@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from einops import einsum
@@ -15,8 +13,9 @@ from torch import Tensor
 
 from ropelens.hosts.base import Host
 from ropelens.hosts.certify import rebuild_output, rebuild_scores, score_tolerance
-from ropelens.hosts.layer import Certificate, LayerClaim, LayerSpec
+from ropelens.hosts.layer import LayerSpec
 from ropelens.hosts.masks import visible_keys
+from ropelens.hosts.once import once
 from ropelens.hosts.weights.modules import here
 from ropelens.hosts.weights.reading import read_ends, read_layer, read_norms
 from ropelens.hosts.weights.stream import watching, watching_attention
@@ -63,19 +62,8 @@ class _Found:
     errors: dict[int, str]
 
 
-# Holds no reference to the model; made anew with its certificate.
-_known: weakref.WeakKeyDictionary[Any, tuple[Certificate, _Found]] = weakref.WeakKeyDictionary()
-
-
+@once
 def _checked(host: Host) -> _Found:
-    known = _known.get(host.model)
-    if known is None or known[0] is not host.certificate:
-        known = host.certificate, _check(host)
-        _known[host.model] = known
-    return known[1]
-
-
-def _check(host: Host) -> _Found:
     """Runs a few tokens and compares what each layer did with what its weights make of its input."""
     generator = torch.Generator().manual_seed(1)
     length = min(PROBE, host.context or PROBE)
@@ -137,9 +125,8 @@ def _check_layer(
         out = einsum(read, weight.double(), "batch pos m, head m d -> batch pos head d")
         return out if bias is None else out + bias.double()
 
-    claim = LayerClaim(spec.scale, spec.softcap, spec.window, spec.sinks)
     visible = visible_keys(x.shape[1], spec.window, x.device)[None, None]
-    z = rebuild_output(rebuild_scores(q, k, claim), project(w.v, w.v_bias), visible, claim)
+    z = rebuild_output(rebuild_scores(q, k, spec), project(w.v, w.v_bias), visible, spec)
     out = einsum(z, w.o.double(), "batch pos head d, head d m -> batch pos m")
     compared = [("attention outputs", out if w.o_bias is None else out + w.o_bias.double(), made)]
     if not w.qk_norm:
